@@ -128,6 +128,29 @@ def apart(first: Iterable[float], second: Iterable[float]) -> float:
     return max(abs(a - b) for a, b in pairs)
 
 
+def everything(model: nn.Module) -> dict[str, Tensor]:
+    """Whole copies of the parameters of a (sharded) model. Collective."""
+    deepspeed = importlib.import_module("deepspeed")
+    named = dict(model.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(named.values())):
+        return {name: p.detach().clone() for name, p in named.items()}
+
+
+def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return set(first) == set(second) and all(torch.equal(first[n], second[n]) for n in first)
+
+
+def fill(model: nn.Module, values: dict[str, Tensor]) -> nn.Module:
+    """Give the model, which was born sharded, these parameters. Collective."""
+    deepspeed = importlib.import_module("deepspeed")
+    named = dict(model.named_parameters())
+    assert all(hasattr(p, "ds_id") for p in named.values())
+    with torch.no_grad(), deepspeed.zero.GatheredParameters(list(named.values()), modifier_rank=0):
+        for name, param in named.items():
+            param.copy_(values[name])
+    return model
+
+
 def weights_apart(model: nn.Module, expected: dict[str, Tensor]) -> float:
     """The largest difference of any whole parameter of a (sharded) model. Collective."""
     deepspeed = importlib.import_module("deepspeed")
@@ -148,6 +171,54 @@ def zero_block(stage: int, **changes: Any) -> dict[str, Any]:
     if stage == 3:
         block["stage3_param_persistence_threshold"] = 40
     return {**block, **changes}
+
+
+def settings(stage: int, adam: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """A configuration with the package's own AdamW."""
+    return {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "zero_optimization": zero_block(stage),
+        "optimizer": {"type": "AdamW", "params": adam or {"lr": LR, "eps": 1e-2}},
+        **changes,
+    }
+
+
+def alive(content: dict[str, Any]) -> Any:
+    """Make the configuration known to Transformers; the caller keeps the result, which is held weakly there."""
+    forget_clients()
+    return importlib.import_module("transformers.integrations").HfDeepSpeedConfig(content)
+
+
+def save_once(model: nn.Module, folder: str) -> None:
+    """The first rank writes what all have."""
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)  # type: ignore[operator]
+    dist.barrier()
+
+
+def gloo_accelerator(plugin: Any, **more: Any) -> Any:
+    """An Accelerator on gloo. Not ``cpu=True``: that switches DeepSpeed off without a word."""
+    accelerate = importlib.import_module("accelerate")
+    handlers = [accelerate.InitProcessGroupKwargs(backend="gloo")]
+    return accelerate.Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers, **more)
+
+
+def losses_of(engine: Any, data: Iterable[dict[str, Tensor]]) -> list[float]:
+    """Train an engine, a batch to a step."""
+    losses = []
+    for batch in data:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def micro_batches(steps: int, ranks: int = 0) -> list[list[dict[str, Tensor]]]:
+    """Of each step those of all ranks, or so many; each its own labels."""
+    ranks = ranks or dist.get_world_size()
+    tokens = torch.stack([row["input_ids"] for row in sentences(MICRO * ranks * steps)])
+    return [[{"input_ids": t, "labels": t} for t in step] for step in tokens.view(steps, ranks, MICRO, -1)]
 
 
 def write_json(folder: str, content: dict[str, Any]) -> str:

@@ -43,11 +43,9 @@ def hf_trainer(folder: str) -> dict[str, Any]:
 
 def accelerate_script(folder: str) -> dict[str, Any]:
     """Everything about DeepSpeed comes from ``accelerate launch``."""
-    from accelerate import Accelerator, InitProcessGroupKwargs
+    from tests.compat.common import LR, gloo_accelerator, llama, sentences
 
-    from tests.compat.common import LR, llama, sentences
-
-    acc = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+    acc = gloo_accelerator(None)
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-2)
     loader = torch.utils.data.DataLoader(sentences(12), batch_size=2)

@@ -12,8 +12,11 @@ from tests.compat.common import (
     LR,
     apart,
     batches,
+    fill,
     forget_clients,
+    gloo_accelerator,
     llama,
+    llama_config,
     mean_over_ranks,
     need,
     plain_run,
@@ -29,19 +32,12 @@ STEPS, ACCUMULATE, CLIP = 3, 2, 0.5
 
 
 def accelerator(stage: int, config: dict[str, Any] | None = None, **plugin: Any) -> Any:
-    """An Accelerator on gloo with one DeepSpeed plugin. Not ``cpu=True``: that switches DeepSpeed off without a
-    word.
-    """
-    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+    """An Accelerator with one DeepSpeed plugin."""
+    from accelerate import DeepSpeedPlugin
 
     forget_clients()
-    if config is not None:
-        made = DeepSpeedPlugin(hf_ds_config=config)
-    else:
-        made = DeepSpeedPlugin(
-            zero_stage=stage, gradient_accumulation_steps=ACCUMULATE, gradient_clipping=CLIP, **plugin
-        )
-    return Accelerator(deepspeed_plugin=made, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+    keys = {"zero_stage": stage, "gradient_accumulation_steps": ACCUMULATE, "gradient_clipping": CLIP, **plugin}
+    return gloo_accelerator(DeepSpeedPlugin(**keys) if config is None else DeepSpeedPlugin(hf_ds_config=config))
 
 
 def loader(rows: list[Any]) -> Any:
@@ -115,21 +111,11 @@ def with_torch_adamw(stage: int, zero3_init: bool) -> dict[str, Any]:
 
 def _born_sharded(acc: Any) -> Any:
     """A model made while the plugin's zero.Init is in force, holding the same values as ``llama()``."""
-    import deepspeed
+    from transformers import AutoModelForCausalLM
 
     values = whole(llama())
     acc.state.deepspeed_plugin.set_deepspeed_weakref()
-    from transformers import AutoModelForCausalLM
-
-    from tests.compat.common import llama_config
-
-    model = AutoModelForCausalLM.from_config(llama_config())
-    assert all(hasattr(p, "ds_id") for p in model.parameters())
-    params = dict(model.named_parameters())
-    with torch.no_grad(), deepspeed.zero.GatheredParameters(list(params.values()), modifier_rank=0):
-        for name, param in params.items():
-            param.copy_(values[name])
-    return model
+    return fill(AutoModelForCausalLM.from_config(llama_config()), values)
 
 
 CASES = [(0, False), (1, False), (2, False), (3, False), (3, True)]
@@ -137,10 +123,7 @@ CASES = [(0, False), (1, False), (2, False), (3, False), (3, True)]
 
 @pytest.mark.parametrize(("stage", "zero3_init"), CASES)
 @pytest.mark.parametrize("world", [1, 2])
-def test_torch_adamw_equals_plain_torch(
-    world: int, stage: int, zero3_init: bool, request: pytest.FixtureRequest
-) -> None:
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
+def test_torch_adamw_equals_plain_torch(stage: int, zero3_init: bool, pool: RankPool) -> None:
     for rank, found in enumerate(pool.run(with_torch_adamw, stage, zero3_init, time_limit=90)):
         assert all(found["facts"].values()), found["facts"]
         assert found["loss"] < 1e-5 and found["weights"] < 1e-5
@@ -165,33 +148,19 @@ def with_dummies(stage: int) -> dict[str, Any]:
     expected = plain_run(
         plain, plain_optimizer, batches(rows), per_step=world * ACCUMULATE, clip=CLIP, after_step=next_rate
     )
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": "auto"}
+    if stage == 3:
+        zero |= {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+    adam = {"lr": "auto", "weight_decay": "auto", "betas": [0.9, 0.95], "eps": 1e-2}
+    warmup = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
     config = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": ACCUMULATE,
         "gradient_clipping": CLIP,
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": "auto",
-            **(
-                {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
-                if stage == 3
-                else {}
-            ),
-        },
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": "auto", "weight_decay": "auto", "betas": [0.9, 0.95], "eps": 1e-2},
-        },
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {
-                "warmup_min_lr": "auto",
-                "warmup_max_lr": "auto",
-                "warmup_num_steps": "auto",
-                "warmup_type": "linear",
-            },
-        },
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": adam},
+        "scheduler": {"type": "WarmupLR", "params": {**warmup, "warmup_type": "linear"}},
     }
     acc = accelerator(stage, config)
     model = llama()
@@ -213,10 +182,7 @@ def with_dummies(stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2])
-def test_dummy_optimizer_and_scheduler_take_the_configured_ones(
-    world: int, stage: int, request: pytest.FixtureRequest
-) -> None:
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
+def test_dummy_optimizer_and_scheduler_take_the_configured_ones(stage: int, pool: RankPool) -> None:
     for found in pool.run(with_dummies, stage, time_limit=90):
         assert found["loss"] < 1e-5 and found["weights"] < 1e-5, found
         assert all(norm > CLIP for norm in found["norms"]), "the norm is the one before clipping"
@@ -224,21 +190,30 @@ def test_dummy_optimizer_and_scheduler_take_the_configured_ones(
         assert found["rate"] == pytest.approx(LR)
 
 
-def two_plugins() -> list[bool]:
-    """A trained student at stage 2 beside a frozen teacher at stage 3, under one Accelerator."""
-    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+def student_and_teacher() -> tuple[Any, Any, Any]:
+    """An Accelerator, and the models of an engine that trains at stage 2 and of one at stage 3 that does not."""
+    from accelerate import DeepSpeedPlugin
 
     forget_clients()
-    student = DeepSpeedPlugin(hf_ds_config={**_minimal(2), "optimizer": {"type": "AdamW", "params": {"lr": LR}}})
-    plugins = {"student": student, "teacher": DeepSpeedPlugin(hf_ds_config=_minimal(3))}
-    acc = Accelerator(deepspeed_plugins=plugins, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+    student = DeepSpeedPlugin(hf_ds_config={**minimal(2), "optimizer": {"type": "AdamW", "params": {"lr": LR}}})
+    plugins = {"student": student, "teacher": DeepSpeedPlugin(hf_ds_config=minimal(3))}
+    return gloo_accelerator(plugins), llama(), llama()
+
+
+def prepared(acc: Any, student: Any, teacher: Any) -> tuple[Any, Any, Any, Any]:
+    """Both engines, the optimizer, and batches."""
     from accelerate.utils import DummyOptim
 
-    model = llama()
     data = loader(sentences(4 * dist.get_world_size()))
-    model, optimizer, data = acc.prepare(model, DummyOptim(model.parameters(), lr=LR), data)
+    engine, optimizer, data = acc.prepare(student, DummyOptim(student.parameters(), lr=LR), data)
     acc.state.select_deepspeed_plugin("teacher")
-    teacher = acc.prepare(llama()).eval()
+    return engine, acc.prepare(teacher).eval(), optimizer, data
+
+
+def two_plugins() -> list[bool]:
+    """A trained student at stage 2 beside a frozen teacher at stage 3, under one Accelerator."""
+    acc, *models = student_and_teacher()
+    model, teacher, optimizer, data = prepared(acc, *models)
     steps = []
     for batch in data:
         with torch.no_grad():
@@ -254,7 +229,7 @@ def two_plugins() -> list[bool]:
     return [*steps, stages, acc.unwrap_model(teacher) is teacher.module]
 
 
-def _minimal(stage: int) -> dict[str, Any]:
+def minimal(stage: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 1,

@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.compat.common import LR, llama, need, sentences
-from tests.compat.test_accelerate import _minimal, accelerator, loader
-from tests.compat.test_hf_checkpoint import equal, everything
+from tests.compat.common import LR, equal, everything, llama, need, sentences
+from tests.compat.test_accelerate import accelerator, loader, minimal, prepared, student_and_teacher
 from tests.harness.pool import RankPool
 
 need("accelerate", "transformers")
@@ -42,7 +41,7 @@ class Run:
         if kind == "configured":
             warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": LR, "warmup_num_steps": 8, "warmup_type": "linear"}
             config = {
-                **_minimal(stage),
+                **minimal(stage),
                 "gradient_accumulation_steps": 2,
                 "gradient_clipping": 0.5,
                 "optimizer": {"type": "AdamW", "params": {"lr": LR, "eps": 1e-2}},
@@ -85,12 +84,8 @@ class Run:
         return losses
 
     def facts(self) -> Any:
-        return (
-            self.schedule.get_last_lr(),
-            self.optimizer.param_groups[0]["lr"],
-            self.counter.seen,
-            self.model.global_steps,
-        )
+        rates = self.schedule.get_last_lr(), self.optimizer.param_groups[0]["lr"]
+        return (*rates, self.counter.seen, self.model.global_steps)
 
     def end(self) -> None:
         self.acc.free_memory(self.model)
@@ -117,10 +112,7 @@ def states(folder: str, stage: int, kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("world", "stage", "kind"), [(1, 2, "own"), (2, 0, "own"), (2, 2, "own"), (2, 3, "own"), (2, 3, "configured")]
 )
-def test_load_state_goes_on_as_if_nothing_had_happened(
-    world: int, stage: int, kind: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
+def test_load_state_goes_on_as_if_nothing_had_happened(stage: int, kind: str, tmp_path: Path, pool: RankPool) -> None:
     for found in pool.run(states, str(tmp_path), stage, kind, time_limit=120):
         assert found["same engine"] and found["new engine"], found
     assert (tmp_path / "pytorch_model" / "manifest.json").is_file(), "Accelerate chooses the tag"
@@ -148,29 +140,17 @@ def test_save_model_writes_the_trained_weights(stage: int, tmp_path: Path, pool2
         assert all(found.values()), found
 
 
-def student_and_teacher(folder: str) -> dict[str, bool]:
+def saved_together(folder: str) -> dict[str, bool]:
     """A trained engine and one without optimizer go into one folder under two tags."""
-    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
-    from accelerate.utils import DummyOptim
 
-    from tests.compat.common import forget_clients
-
-    def both(shift: float) -> tuple[Any, Any, Any, Any]:
-        forget_clients()
-        student = DeepSpeedPlugin(hf_ds_config={**_minimal(2), "optimizer": {"type": "AdamW", "params": {"lr": LR}}})
-        plugins = {"student": student, "teacher": DeepSpeedPlugin(hf_ds_config=_minimal(3))}
-        acc = Accelerator(deepspeed_plugins=plugins, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
-        models = [llama(), llama()]
+    def both(shift: float) -> tuple[Any, ...]:
+        acc, *models = student_and_teacher()
         with torch.no_grad():
             for param in [p for m in models for p in m.parameters()]:
                 param.add_(shift)
-        trained, optimizer, data = acc.prepare(
-            models[0], DummyOptim(models[0].parameters(), lr=LR), loader(sentences(8))
-        )
-        acc.state.select_deepspeed_plugin("teacher")
-        return acc, trained, acc.prepare(models[1]).eval(), (optimizer, data)
+        return acc, *prepared(acc, *models)
 
-    acc, trained, teacher, (optimizer, data) = both(0.0)
+    acc, trained, teacher, optimizer, data = both(0.0)
     for batch in data:
         acc.backward(trained(**batch).loss)
         optimizer.step()
@@ -178,7 +158,7 @@ def student_and_teacher(folder: str) -> dict[str, bool]:
     acc.save_state(folder)
     kept = everything(trained), everything(teacher)
     acc.free_memory(trained, teacher)
-    acc, trained, teacher, _ = both(0.5)
+    acc, trained, teacher, *_ = both(0.5)
     acc.load_state(folder)
     found = {"student": equal(everything(trained), kept[0]), "teacher": equal(everything(teacher), kept[1])}
     acc.free_memory(trained, teacher)
@@ -186,6 +166,6 @@ def student_and_teacher(folder: str) -> dict[str, bool]:
 
 
 def test_an_engine_without_optimizer_is_saved_beside_a_trained_one(tmp_path: Path, pool2: RankPool) -> None:
-    for found in pool2.run(student_and_teacher, str(tmp_path), time_limit=120):
+    for found in pool2.run(saved_together, str(tmp_path), time_limit=120):
         assert all(found.values()), found
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["pytorch_model", "pytorch_model_1"]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.compat.common import LR, apart, batches, forget_clients, need, plain_run, sentences, weights_apart, whole
 from tests.compat.test_accelerate import ACCUMULATE, CLIP, STEPS, accelerator, loader, run
-from tests.compat.test_hf_experts import model_of
+from tests.compat.test_hf_experts import model_of, over_ranks
 from tests.harness.pool import RankPool
 
 need("accelerate", "transformers")
@@ -27,7 +27,7 @@ def trained(stage: int, ep: int) -> dict[str, float]:
         "gradient_accumulation_steps": ACCUMULATE,
         "gradient_clipping": CLIP,
         "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
-        "expert_parallel": {"enabled": True, "autoep_size": ep},
+        **over_ranks(ep),
     }
     acc = accelerator(stage, config)
     made = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-2)
@@ -42,9 +42,6 @@ def trained(stage: int, ep: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("world", "stage", "ep"), [(2, 2, 2), (4, 3, 2)])
-def test_accelerate_trains_experts_over_ranks_as_plain_torch(
-    world: int, stage: int, ep: int, request: pytest.FixtureRequest
-) -> None:
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
+def test_accelerate_trains_experts_over_ranks_as_plain_torch(stage: int, ep: int, pool: RankPool) -> None:
     for found in pool.run(trained, stage, ep, time_limit=120):
         assert max(found.values()) < 1e-5, found

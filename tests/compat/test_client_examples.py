@@ -38,13 +38,8 @@ def run(example: str, *options: str, ranks: int = 2) -> tuple[int, str]:
     """Status and output of an example, started as the page of clients says."""
     started = ("-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)) if ranks > 1 else ()
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {
-        **os.environ,
-        "PYTHONPATH": path,
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "DS_LOG_LEVEL": "INFO",
-    }
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment |= {"DS_ACCELERATOR": "cpu", "DS_LOG_LEVEL": "INFO"}
     command = [sys.executable, *started, f"examples/{example}.py", *options]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
     return done.returncode, done.stdout + done.stderr

@@ -157,8 +157,7 @@ def plain(seen: list[list[list[int]]]) -> tuple[list[float], dict[str, Tensor]]:
 
 @pytest.mark.parametrize(("stage", "leaf"), [(0, ""), (1, ""), (2, "class"), (3, ""), (3, "name"), (3, "class")])
 @pytest.mark.parametrize("world", [1, 2])
-def test_example_script(world: int, stage: int, leaf: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
+def test_example_script(stage: int, leaf: str, tmp_path: Path, pool: RankPool) -> None:
     for found in pool.run(script, str(tmp_path), stage, leaf, time_limit=60):
         assert all(found["facts"].values()), found["facts"]
         assert found["loss"] < 1e-5 and found["weights"] < 1e-5, found

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.compat.common import apart, llama, need, sentences
+from tests.compat.common import apart, equal, everything, llama_config, need, sentences
 from tests.compat.test_hf_trainer import arguments, auto_config, history, model_for
 from tests.harness.pool import RankPool
 
@@ -22,19 +22,6 @@ need("accelerate", "transformers")
 pytestmark = pytest.mark.timeout(240)
 ROOT = Path(__file__).parents[2]
 STEPS, SAVED = 4, 2
-
-
-def everything(model: Any) -> dict[str, Tensor]:
-    """Whole copies of the parameters of a (sharded) model. Collective."""
-    import deepspeed
-
-    named = dict(model.named_parameters())
-    with deepspeed.zero.GatheredParameters(list(named.values())):
-        return {name: p.detach().clone() for name, p in named.items()}
-
-
-def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return set(first) == set(second) and all(torch.equal(first[n], second[n]) for n in first)
 
 
 def made_trainer(folder: str, stage: int, model: Any = None, *, own_optimizer: bool = True, **changes: Any) -> Any:
@@ -101,30 +88,22 @@ def test_resumed_training_equals_an_uninterrupted_run_bit_for_bit(
     assert os.access(tmp_path / f"checkpoint-{STEPS}" / "zero_to_fp32.py", os.X_OK)
 
 
-def trained_half(folder: str, stage: int) -> tuple[list[float], dict[str, Tensor]]:
-    made = made_trainer(folder, stage, gradient_accumulation_steps=1)
+def half(folder: str, stage: int, resume: str = "", **changes: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Train without dropout, to the end."""
+    made = made_trainer(folder, stage, gradient_accumulation_steps=1, **changes)
     for part in made.model.modules():
         if hasattr(part, "attention_dropout"):
             part.attention_dropout = 0.0
-    return finished(made)[:2]
-
-
-def other_half(folder: str, stage: int, rows: int, resume: str) -> tuple[list[float], dict[str, Tensor]]:
-    changes = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": rows, "save_strategy": "no"}
-    made = made_trainer(folder, stage, **changes)
-    for part in made.model.modules():
-        if hasattr(part, "attention_dropout"):
-            part.attention_dropout = 0.0
-    return finished(made, resume)[:2]
+    return finished(made, resume or None)[:2]
 
 
 @pytest.mark.parametrize(("stage", "then"), [(2, 3), (3, 2)])
 def test_one_rank_goes_on_where_two_stopped(
     stage: int, then: int, tmp_path: Path, pool2: RankPool, pool1: RankPool
 ) -> None:
-    losses, weights = pool2.run(trained_half, str(tmp_path / "two"), stage, time_limit=120)[0]
-    resume = str(tmp_path / "two" / f"checkpoint-{SAVED}")
-    ((found, after),) = pool1.run(other_half, str(tmp_path / "one"), then, 4, resume, time_limit=120)
+    losses, weights = pool2.run(half, str(tmp_path / "two"), stage, time_limit=120)[0]
+    resume, rest = str(tmp_path / "two" / f"checkpoint-{SAVED}"), {"per_device_train_batch_size": 4}
+    ((found, after),) = pool1.run(half, str(tmp_path / "one"), then, resume, save_strategy="no", **rest, time_limit=120)
     assert apart(found, losses) < 1e-4
     assert max(float((after[n] - weights[n]).abs().max()) for n in weights) < 1e-4
 
@@ -191,8 +170,6 @@ def ungathered(folder: str, bits: str) -> dict[str, Tensor]:
     def tied(args: Any) -> Any:
         from transformers import AutoModelForCausalLM
 
-        from tests.compat.common import llama_config
-
         return AutoModelForCausalLM.from_config(llama_config(tie_word_embeddings=True))
 
     changes = {"bf16": True} if bits == "bf16" else {}
@@ -253,7 +230,7 @@ def with_adapters(folder: str, stage: int) -> dict[str, Any]:
     from tests.compat.test_peft import lora
 
     def adapted(args: Any) -> Any:
-        return lora(model_for(args)) if stage == 3 else lora(llama())
+        return lora(model_for(args))
 
     straight = finished(made_trainer(folder, stage, adapted))
     again = finished(made_trainer(folder, stage, adapted), f"{folder}/checkpoint-{SAVED}")

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.compat.common import apart, forget_clients, need, sentences, zero_block
+from tests.compat.common import alive, apart, forget_clients, losses_of, micro_batches, need, save_once, settings
 from tests.compat.test_hf_experts import model_of
+from tests.harness.beside import CLIP, Beside
 from tests.harness.pool import RankPool
 
 need("accelerate", "peft", "transformers")
@@ -31,13 +32,9 @@ def adapted(family: str, experts: str = "eager", base: Any = None) -> Any:
     return model.train()
 
 
-def config_of(stage: int, ep: int, etp: int = 1) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": ADAM},
-        "zero_optimization": zero_block(stage),
-        "expert_parallel": {"enabled": ep * etp > 1, "autoep_size": ep, "expert_tensor_parallel_size": etp},
-    }
+def config_of(stage: int, ep: int, etp: int = 1, **more: Any) -> dict[str, Any]:
+    block = {"enabled": ep * etp > 1, "autoep_size": ep, "expert_tensor_parallel_size": etp}
+    return settings(stage, ADAM, expert_parallel=block, **more)
 
 
 def saved(engine: Any, folder: str) -> dict[str, torch.Tensor]:
@@ -55,31 +52,27 @@ def parity(folder: str, family: str, experts: str, stage: int, ep: int, etp: int
     """Two steps beside one process that sees the batches of all ranks; the largest errors."""
     import deepspeed
     from deepspeed.tools.verify.grads import scaled_error
-    from deepspeed.utils import safe_get_full_grad
 
     forget_clients()
     rank, world = dist.get_rank(), dist.get_world_size()
     plain = adapted(family, experts)
-    engine = deepspeed.initialize(model=adapted(family, experts), config=config_of(stage, ep, etp))[0]
+    config = config_of(stage, ep, etp, gradient_clipping=CLIP)
+    engine = deepspeed.initialize(model=adapted(family, experts), config=config)[0]
     trained = {n: p for n, p in plain.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), **ADAM)
-    worst = dict.fromkeys(("loss", "gradient", "adapter"), 0.0)
-    for tokens in torch.stack([row["input_ids"] for row in sentences(2 * world * 2)]).view(2, world, 2, -1):
-        losses = [plain(input_ids=some, labels=some).loss for some in tokens]
-        optimizer.zero_grad()
+    worst = Beside(engine, plain, torch.optim.AdamW(trained.values(), **ADAM))
+    for every in micro_batches(2):
+        losses = [plain(**batch).loss for batch in every]
+        plain.zero_grad()
         (sum(losses) / world).backward()
-        loss = engine(input_ids=tokens[rank], labels=tokens[rank]).loss
+        loss = engine(**every[rank]).loss
         engine.backward(loss)
-        worst["loss"] = max(worst["loss"], abs(float(loss.detach() - losses[rank].detach())))
-        for name, param in engine.module.named_parameters():
-            if param.requires_grad:
-                worst["gradient"] = max(worst["gradient"], scaled_error(safe_get_full_grad(param), trained[name].grad))
-        optimizer.step()
-        engine.step()
+        worst.loss(loss, losses[rank])
+        worst.gradients()
+        worst.update()
     found = saved(engine, folder)
     wanted = {n.replace(".default", ""): p.detach() for n, p in trained.items()}
-    worst["adapter"] = max(scaled_error(found[name], value) for name, value in wanted.items())
-    worst["names"] = float(found.keys() != wanted.keys())
+    worst.note("adapter", max(scaled_error(found[name], value) for name, value in wanted.items()))
+    worst.note("names", float(found.keys() != wanted.keys()))
     engine.destroy()
     return worst
 
@@ -106,18 +99,13 @@ def moved(folder: str, family: str, layouts: list[tuple[int, int, int]]) -> floa
     runs = []
     for first, (stage, ep, etp) in zip((True, False), layouts, strict=True):
         engine = deepspeed.initialize(model=adapted(family), config=config_of(stage, ep, etp))[0]
-        rows = torch.stack([row["input_ids"] for row in sentences(8 * dist.get_world_size())])
-        losses = []
-        for step, tokens in enumerate(rows.view(4, dist.get_world_size(), 2, -1)[:, dist.get_rank()]):
-            if step == 2:
-                engine.save_checkpoint(folder) if first else engine.load_checkpoint(folder)
-            if step < 2 and not first:
-                continue
-            loss = engine(input_ids=tokens, labels=tokens).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(loss.detach()))
-        runs.append(losses[-2:])
+        mine = [every[dist.get_rank()] for every in micro_batches(4)]
+        if first:
+            losses_of(engine, mine[:2])
+            engine.save_checkpoint(folder)
+        else:
+            engine.load_checkpoint(folder)
+        runs.append(losses_of(engine, mine[2:]))
         engine.destroy()
     return apart(*runs)
 
@@ -147,24 +135,15 @@ def test_streamed_experts_have_the_adapters_of_all_ranks(pool2: RankPool) -> Non
 def on_files(folder: str, ep: int) -> list[float]:
     """Losses of two steps of adapters on experts that were born in shards, from files."""
     from transformers import AutoModelForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
 
     import deepspeed
 
     forget_clients()
-    if dist.get_rank() == 0:
-        model_of("qwen3_moe").save_pretrained(folder)
-    dist.barrier()
-    living = HfDeepSpeedConfig(config_of(3, ep))
+    save_once(model_of("qwen3_moe"), folder)
+    living = alive(config_of(3, ep))
     model = adapted("qwen3_moe", base=AutoModelForCausalLM.from_pretrained(folder))
     engine = deepspeed.initialize(model=model, config=config_of(3, ep))[0]
-    rows = torch.stack([row["input_ids"] for row in sentences(4 * dist.get_world_size())])
-    losses = []
-    for tokens in rows.view(2, dist.get_world_size(), 2, -1)[:, dist.get_rank()]:
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
+    losses = losses_of(engine, [every[dist.get_rank()] for every in micro_batches(2)])
     engine.destroy()
     del living
     forget_clients()

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.compat.common import forget_clients, need, zero_block
-from tests.compat.test_hf_experts import FAMILIES, model_of
+from tests.compat.common import alive, everything, forget_clients, need, save_once, settings
+from tests.compat.test_hf_experts import FAMILIES, model_of, over_ranks
 from tests.harness.pool import RankPool
 from tests.harness.training import outcome
 
@@ -18,38 +18,29 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def read_from(folder: str, family: str) -> dict[str, Any]:
-    """Load a saved model under stage 3, then divide its experts: bytes that this rank read, names that differ."""
+    """Load a saved model under stage 3, then divide its experts: what this rank read and keeps, names that differ."""
     from transformers import AutoModelForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
 
     import deepspeed
     from deepspeed.client.zero.incoming import Incoming
 
     forget_clients()
-    saved = model_of(family)
-    if dist.get_rank() == 0:
-        saved.save_pretrained(folder)
-    dist.barrier()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": zero_block(3),
-        "expert_parallel": {"enabled": True, "autoep_size": 2},
-    }
+    saved, config = model_of(family), settings(3, {"lr": 1e-2}, **over_ranks(2))
+    save_once(saved, folder)
     loads: list[Incoming] = []
-    living, begin = HfDeepSpeedConfig(config), Incoming.__init__
+    living, begin = alive(config), Incoming.__init__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Incoming, "__init__", lambda self, *args: (loads.append(self), begin(self, *args))[1])
         model = AutoModelForCausalLM.from_pretrained(folder).train()
     engine = deepspeed.initialize(model=model, config=config)[0]
     wanted = saved.state_dict()
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        wrong = [n for n, p in engine.module.named_parameters() if not torch.equal(p.detach(), wanted[n])]
+    kept = sum(unit.shard.numel() for unit in engine.runtime.units if unit.movable)
+    wrong = [n for n, value in everything(engine.module).items() if not torch.equal(value, wanted[n])]
     engine.destroy()
     del living
     forget_clients()
     (load,) = loads
-    return {"wrong": wrong, "read": load.read_bytes, "sent": load.sent_bytes}
+    return {"wrong": wrong, "kept": kept, "read": load.read_bytes, "sent": load.sent_bytes}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -58,10 +49,11 @@ def test_each_rank_reads_its_own_part_of_the_experts(pool4: RankPool, tmp_path: 
     found = pool4.run(read_from, str(tmp_path), family, time_limit=120)
     assert all(not one["wrong"] and not one["sent"] for one in found), found
     assert sum(one["read"] for one in found) <= total and max(one["read"] for one in found) < 0.3 * total
+    assert max(4 * one["kept"] for one in found) < 0.3 * total
 
 
 PARTS: dict[str, Any] = {
-    "experts": {"expert_parallel": {"enabled": True, "autoep_size": 2}},
+    "experts": over_ranks(2),
     "layers": {"tensor_parallel": {"autotp_size": 2}},
 }
 
@@ -74,13 +66,7 @@ def written(folder: str, stage: int, how: str) -> list[str]:
     from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
     forget_clients()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": zero_block(stage),
-        **PARTS[how],
-    }
-    engine = deepspeed.initialize(model=model_of("qwen3_moe"), config=config)[0]
+    engine = deepspeed.initialize(model=model_of("qwen3_moe"), config=settings(stage, **PARTS[how]))[0]
     model, wanted, faults = engine.module, model_of("qwen3_moe").state_dict(), []
 
     def read(way: str) -> None:

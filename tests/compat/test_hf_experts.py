@@ -7,8 +7,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.compat.common import apart, forget_clients, need, sentences, weights_apart, whole, zero_block
+from tests.compat.common import (
+    apart,
+    forget_clients,
+    losses_of,
+    micro_batches,
+    need,
+    settings,
+    weights_apart,
+    whole,
+)
 from tests.compat.test_hf_trainer import arguments, auto_config, history, trainer
+from tests.harness.beside import CLIP, Beside
 from tests.harness.pool import RankPool
 
 need("accelerate", "transformers")
@@ -29,14 +39,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK,
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
     "lfm2_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "num_dense_layers": 1,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1,
         "layer_types": ["full_attention"] * 2,
     },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
-}
+}  # fmt: skip
 MANY = {**QWEN, "num_experts": 128, "num_experts_per_tok": 8}
 
 
@@ -47,6 +54,11 @@ def model_of(family: str, experts: str = "eager", **changes: Any) -> Any:
     torch.manual_seed(3)
     config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **changes})
     return AutoModelForCausalLM.from_config(config, experts_implementation=experts).train()
+
+
+def over_ranks(ep: int, **more: Any) -> dict[str, Any]:
+    """The block of a configuration."""
+    return {"expert_parallel": {"enabled": ep > 1, "autoep_size": ep, **more}}
 
 
 def parity(
@@ -60,7 +72,6 @@ def parity(
 ) -> dict[str, float]:
     """Three steps beside one process that sees the batches of all ranks; the largest errors."""
     import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
     rank, world = dist.get_rank() // tp, dist.get_world_size() // tp
     adam = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
@@ -70,36 +81,19 @@ def parity(
             for name, param in made.named_parameters():
                 if name.endswith("mlp.gate.weight"):
                     param[8:] *= 0.1  # most choices are experts of the first rank
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": adam},
-        "zero_optimization": zero_block(stage),
-        "expert_parallel": {"enabled": True, "autoep_size": ep},
-        "tensor_parallel": {"autotp_size": tp},
-    }
-    engine = deepspeed.initialize(model=model, config=config)[0]
-    optimizer = torch.optim.AdamW(plain.parameters(), **adam)
-    wanted, worst = dict(plain.named_parameters()), {"loss": 0.0, "gradient": 0.0, "parameter": 0.0}
-    rows = torch.stack([row["input_ids"] for row in sentences(2 * world * 3)]).view(3, world, 2, -1)
-    for tokens in rows:
-        losses = [plain(input_ids=some, labels=some).loss for some in tokens]
-        optimizer.zero_grad()
+    parts = {**over_ranks(ep), "tensor_parallel": {"autotp_size": tp}}
+    engine = deepspeed.initialize(model=model, config=settings(stage, adam, gradient_clipping=CLIP, **parts))[0]
+    worst = Beside(engine, plain, torch.optim.AdamW(plain.parameters(), **adam))
+    for every in micro_batches(3, world):
+        losses = [plain(**batch).loss for batch in every]
+        plain.zero_grad()
         (sum(losses) / world).backward()
-        loss = engine(input_ids=tokens[rank], labels=tokens[rank]).loss
+        loss = engine(**every[rank]).loss
         engine.backward(loss)
-        worst["loss"] = max(worst["loss"], abs(float(loss.detach() - losses[rank].detach())))
-        for name, param in engine.module.named_parameters():
-            grad = wanted[name].grad
-            error = (safe_get_full_grad(param) - (0 if grad is None else grad)).abs().max()
-            worst["gradient"] = max(worst["gradient"], float(error))
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        optimizer.step()
-        engine.step()
-    for name, param in engine.module.named_parameters():
-        worst["parameter"] = max(
-            worst["parameter"], float((safe_get_full_fp32_param(param) - wanted[name].detach()).abs().max())
-        )
+        worst.loss(loss, losses[rank])
+        worst.gradients()
+        worst.update()
+    worst.parameters()
     engine.destroy()
     return worst
 
@@ -126,19 +120,11 @@ def evened(family: str, ep: int) -> tuple[list[float], list[str], str]:
     """Distance of each bias from the formula after two updates in bf16, their dtypes, what a router without is told."""
     import deepspeed
 
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": zero_block(3),
-        "expert_parallel": {"enabled": True, "autoep_size": ep, "load_balance_coeff": 1e-3},
-    }
+    config = settings(3, {"lr": 1e-2}, bf16={"enabled": True}, **over_ranks(ep, load_balance_coeff=1e-3))
     engine = deepspeed.initialize(model=model_of(family), config=config)[0]
     loads = []
-    rows = torch.stack([row["input_ids"] for row in sentences(4 * dist.get_world_size())])
-    for some in rows.view(2, dist.get_world_size(), 2, -1)[:, dist.get_rank()]:
-        engine.backward(engine(input_ids=some, labels=some).loss)
-        engine.step()
+    for every in micro_batches(2):
+        losses_of(engine, [every[dist.get_rank()]])
         loads.append(engine.expert_loads())
     biases = {name: buffer for name, buffer in engine.module.named_buffers() if name.endswith("bias")}
     wanted = []
@@ -169,7 +155,7 @@ def against_ddp(folder: str, stage: int, ep: int) -> dict[str, Any]:
     plain = trainer(arguments(folder, None), model_of("qwen3_moe"))
     plain.train()
     expected, want = whole(plain.model), {key: history(plain, key) for key in ("loss", "grad_norm")}
-    config = auto_config(stage, own_optimizer=True) | {"expert_parallel": {"enabled": True, "autoep_size": ep}}
+    config = auto_config(stage, own_optimizer=True) | over_ranks(ep)
     made = trainer(arguments(folder, config), model)
     made.train()
     found = {key: apart(history(made, key), want[key]) for key in want}
@@ -180,10 +166,7 @@ def against_ddp(folder: str, stage: int, ep: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_trainer_equals_its_own_plain_run(
-    world: int, stage: int, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
+def test_the_trainer_equals_its_own_plain_run(stage: int, tmp_path: Path, pool: RankPool) -> None:
     for found in pool.run(against_ddp, str(tmp_path), stage, 2, time_limit=180):
         assert max(found.values()) < 2e-4, found
 
@@ -196,20 +179,8 @@ def adapted(ep: int) -> list[float]:
 
     torch.manual_seed(4)
     model = get_peft_model(model_of("qwen3_moe"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": zero_block(3),
-        "expert_parallel": {"enabled": ep > 1, "autoep_size": ep},
-    }
-    engine = deepspeed.initialize(model=model, config=config)[0]
-    rows = torch.stack([row["input_ids"] for row in sentences(2 * dist.get_world_size() * 3)])
-    losses = []
-    for tokens in rows.view(3, dist.get_world_size(), 2, -1)[:, dist.get_rank()]:
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
+    engine = deepspeed.initialize(model=model, config=settings(3, {"lr": 1e-2}, **over_ranks(ep)))[0]
+    losses = losses_of(engine, [every[dist.get_rank()] for every in micro_batches(3)])
     engine.destroy()
     return losses
 
@@ -218,39 +189,3 @@ def test_a_lora_of_peft_trains_alike_over_any_ranks(pool2: RankPool) -> None:
     pytest.importorskip("peft")
     for one, two in zip(pool2.run(adapted, 1), pool2.run(adapted, 2), strict=True):
         assert apart(one, two) < 1e-5
-
-
-def from_files(folder: str) -> tuple[float, int]:
-    """Load a saved model under stage 3: loss apart from the model that was saved, elements that rank 0 keeps."""
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
-
-    import deepspeed
-
-    forget_clients()
-    saved = model_of("mixtral")
-    if dist.get_rank() == 0:
-        saved.save_pretrained(folder)
-    dist.barrier()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": zero_block(3),
-        "expert_parallel": {"enabled": True, "autoep_size": 2},
-    }
-    living = HfDeepSpeedConfig(config)
-    engine = deepspeed.initialize(model=AutoModelForCausalLM.from_pretrained(folder).train(), config=config)[0]
-    tokens = torch.stack([row["input_ids"] for row in sentences(2)])
-    loss = engine(input_ids=tokens, labels=tokens).loss
-    error = float((loss - saved(input_ids=tokens, labels=tokens).loss).abs().detach())
-    kept = sum(unit.shard.numel() for unit in engine.runtime.units if unit.movable)
-    engine.destroy()
-    del living
-    forget_clients()
-    return error, kept
-
-
-def test_a_model_from_files_has_its_experts_over_ranks(pool4: RankPool, tmp_path: Path) -> None:
-    total = sum(p.numel() for p in model_of("mixtral").parameters())
-    for error, kept in pool4.run(from_files, str(tmp_path), time_limit=120):
-        assert error < 1e-6 and kept < 0.3 * total

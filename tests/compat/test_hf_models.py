@@ -11,16 +11,21 @@ from torch import Tensor, nn
 
 from tests.compat.common import (
     LR,
+    alive,
     apart,
     batches,
+    everything,
     forget_clients,
     llama,
     llama_config,
+    losses_of,
     mean_over_ranks,
     mine,
     need,
     plain_run,
+    save_once,
     sentences,
+    settings,
     weights_apart,
     whole,
     zero_block,
@@ -33,40 +38,22 @@ pytestmark = pytest.mark.timeout(180)
 STEPS = 3
 
 
+ADAM = {"lr": LR, "eps": 1e-2, "weight_decay": 0.1}
+
+
 def config(stage: int = 3, **changes: Any) -> dict[str, Any]:
-    adam = {"type": "AdamW", "params": {"lr": LR, "eps": 1e-2, "weight_decay": 0.1}}
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.0,
-        "zero_optimization": zero_block(stage),
-        "optimizer": adam,
-        **changes,
-    }
-
-
-def alive(content: dict[str, Any]) -> Any:
-    """Make the configuration known to Transformers; the caller keeps the result, which is held weakly there."""
-    from transformers.integrations import HfDeepSpeedConfig
-
-    forget_clients()
-    return HfDeepSpeedConfig(content)
+    return settings(stage, ADAM, gradient_clipping=0.0, **changes)
 
 
 def train(model: nn.Module, content: dict[str, Any], data: list[dict[str, Tensor]]) -> tuple[Any, list[float]]:
     import deepspeed
 
     engine = deepspeed.initialize(model=model, config=content)[0]
-    losses = []
-    for batch in mine(data):
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    return engine, mean_over_ranks(losses)
+    return engine, mean_over_ranks(losses_of(engine, mine(data)))
 
 
 def reference(model: nn.Module, data: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-2, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     return plain_run(model, optimizer, data, per_step=dist.get_world_size()), whole(model)
 
 
@@ -78,9 +65,7 @@ def saved_model(folder: str, **changes: Any) -> nn.Module:
     """A random plain model, written to ``folder`` by the first rank."""
     forget_clients()
     model = llama(**changes)
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder)
-    dist.barrier()
+    save_once(model, folder)
     return model
 
 
@@ -118,10 +103,7 @@ def whole_saved(folder: str, tied: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
-def test_from_pretrained_is_born_sharded_with_the_saved_values(
-    world: int, tied: bool, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
+def test_from_pretrained_is_born_sharded_with_the_saved_values(tied: bool, tmp_path: Path, pool: RankPool) -> None:
     for found in pool.run(pretrained, str(tmp_path), tied, time_limit=90):
         assert all(found["facts"].values()), found["facts"]
         assert found["loaded"] == 0.0
@@ -132,13 +114,9 @@ def random_init() -> dict[str, Any]:
     """Weights initialised by Transformers itself under zero.Init look like its plain ones, and equal on every rank."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
-    import deepspeed
-
+    gpt2 = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=4)
     result = {}
-    for name, made in {
-        "llama": llama_config(),
-        "gpt2": GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=4),
-    }.items():
+    for name, made in {"llama": llama_config(), "gpt2": gpt2}.items():
         forget_clients()
         torch.manual_seed(3)
         plain = whole(AutoModelForCausalLM.from_config(made))
@@ -152,8 +130,7 @@ def random_init() -> dict[str, Any]:
             "dtype": {str(p.dtype) for p in named.values()},
             "positions": all(b.dtype is torch.float32 for n, b in model.named_buffers() if n.endswith("inv_freq")),
         }
-        with deepspeed.zero.GatheredParameters(list(named.values())):
-            values = {n: p.detach().float().clone() for n, p in named.items()}
+        values = {n: value.float() for n, value in everything(model).items()}
         result[name]["spread"] = max(abs(float(v.std() - plain[n].std())) for n, v in values.items() if v.dim() == 2)
         result[name]["constant"] = all(torch.equal(v, plain[n]) for n, v in values.items() if v.dim() == 1)
         digest = torch.stack([v.double().sum() for v in values.values()])
@@ -176,14 +153,11 @@ def around_a_part() -> float:
     """A model of one's own around a part that Transformers has initialised in shards: how far that moves the part."""
     from transformers import AutoModel, PreTrainedModel
 
-    import deepspeed
-
     class Around(PreTrainedModel):
         def __init__(self, made: Any) -> None:
             super().__init__(made)
             self.body = AutoModel.from_config(made)
-            with deepspeed.zero.GatheredParameters(list(self.body.parameters())):
-                self.before = whole(self.body)
+            self.before = everything(self.body)
             self.head = nn.Linear(32, 3)
             self.post_init()
 
@@ -230,8 +204,7 @@ def resized(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_resized_embeddings_keep_old_rows_and_train(world: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
+def test_resized_embeddings_keep_old_rows_and_train(tmp_path: Path, pool: RankPool) -> None:
     for found in pool.run(resized, str(tmp_path), time_limit=90):
         assert found["kept"] and found["shapes"] == ((70, 32), (70, 32))
         assert found["loss"] < 1e-5 and found["weights"] < 1e-5
@@ -246,12 +219,7 @@ def checkpointed(stage: int, reentrant: bool) -> dict[str, float]:
     engine = deepspeed.initialize(model=llama(), config=config(stage))[0]
     engine.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     engine.train()
-    found = []
-    for batch in mine(data_of()):
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        found.append(float(loss.detach()))
+    found = losses_of(engine, mine(data_of()))
     result = {"loss": apart(mean_over_ranks(found), losses), "weights": weights_apart(engine.module, weights)}
     engine.destroy()
     return result
@@ -290,57 +258,27 @@ def family(kind: str) -> tuple[type[nn.Module], Any, Any]:
     if kind == "mixtral":
         sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
         plain = llama_config().to_dict()
-        names = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-        )
-        return t.MixtralForCausalLM, t.MixtralConfig(**{n: plain[n] for n in names}, **sizes), lambda batch: batch
+        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        plain = {n: plain[n] for n in (*names, "num_key_value_heads")}
+        return t.MixtralForCausalLM, t.MixtralConfig(**plain, **sizes), lambda batch: batch
     if kind == "t5":
-        made = t.T5Config(
-            vocab_size=64,
-            d_model=32,
-            d_kv=8,
-            d_ff=48,
-            num_layers=2,
-            num_heads=4,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )
+        sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+        made = t.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
         return t.T5ForConditionalGeneration, made, lambda batch: batch
     if kind == "bert":  # its head is tied, and its bias is fitted to the head while both are in shards
         sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
         still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         return t.BertForMaskedLM, t.BertConfig(**sizes, **still, intermediate_size=48), lambda batch: batch
-    made = t.Wav2Vec2Config(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        conv_dim=(16, 16),
-        conv_stride=(4, 2),
-        conv_kernel=(8, 4),
-        num_conv_pos_embeddings=8,
-        num_conv_pos_embedding_groups=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        activation_dropout=0.0,
-        feat_proj_dropout=0.0,
-        final_dropout=0.0,
-        layerdrop=0.0,
-        mask_time_prob=0.0,
-        ctc_loss_reduction="mean",
-    )
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    rates = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout")
+    still = dict.fromkeys((*rates, "layerdrop", "mask_time_prob"), 0.0)
+    waves = {"conv_dim": (16, 16), "conv_stride": (4, 2), "conv_kernel": (8, 4), "num_conv_pos_embeddings": 8}
+    waves |= {"num_conv_pos_embedding_groups": 4, "intermediate_size": 48, "ctc_loss_reduction": "mean"}
+    made = t.Wav2Vec2Config(**sizes, **still, **waves)
 
     def sound(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        waves = torch.stack(
-            [torch.sin(torch.arange(400) * (0.01 + 0.001 * float(row[0]))) for row in batch["input_ids"]]
-        )
-        return {"input_values": waves, "labels": batch["labels"][:, :4]}
+        pitches = 0.01 + 0.001 * batch["input_ids"][:, :1]
+        return {"input_values": torch.sin(torch.arange(400) * pitches), "labels": batch["labels"][:, :4]}
 
     return t.Wav2Vec2ForCTC, made, sound
 
@@ -381,9 +319,7 @@ def family_trained(kind: str, folder: str) -> dict[str, Any]:
     forget_clients()
     torch.manual_seed(12)
     plain = cls(made).train()
-    if dist.get_rank() == 0:
-        plain.save_pretrained(folder)
-    dist.barrier()
+    save_once(plain, folder)
     data = [adapt(batch) for batch in data_of()]
     start = whole(plain)
     losses, weights = reference(plain, data)

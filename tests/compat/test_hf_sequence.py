@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compat.common import need, zero_block
-from tests.harness.beside import Beside
+from tests.compat.common import need, settings
+from tests.harness.beside import CLIP, Beside
 from tests.harness.pool import RankPool
 from tests.harness.sequences import batch_of
 
@@ -69,13 +69,7 @@ def parity(family: str, sp: int, stage: int, kind: str, how: str) -> dict[str, f
                 get_peft_model(one, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
             )
         plain, model = made
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": ADAM},
-        "zero_optimization": zero_block(stage),
-        "sequence_parallel_size": sp,
-    }
+    config = settings(stage, ADAM, gradient_clipping=CLIP, sequence_parallel_size=sp)
     engine = deepspeed.initialize(model=model, config=config)[0]
     feeds, feed = engine.mesh.data.size, engine.mesh.data.index
     optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], **ADAM)
@@ -125,36 +119,25 @@ def staged(family: str, stage: int, kind: str, changes: dict[str, Any]) -> dict[
     """A model that is cut into two stages, each of two ranks a sequence: three steps beside one process."""
     import deepspeed
     from deepspeed.pipe import cut_model
-    from deepspeed.tools.verify.grads import scaled_error
-    from deepspeed.utils import safe_get_full_fp32_param
 
     plain, model = model_of(family, **changes), model_of(family, **changes)
     if kind == "odd":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": ADAM},
-        "zero_optimization": zero_block(stage),
-        "sequence_parallel_size": 2,
-    }
+    parts = {"gradient_accumulation_steps": 2, "sequence_parallel_size": 2}
+    config = settings(stage, ADAM, gradient_clipping=CLIP, **parts)
     engine = deepspeed.initialize(model=cut_model(model, 2), config=config)[0]
-    optimizer, worst = torch.optim.AdamW(plain.parameters(), **ADAM), {"loss": 0.0, "norm": 0.0}
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAM)
+    worst = Beside(engine, plain)
     for step in range(3):
         batches = [batch_of(kind, step, micro) for micro in range(2)]
         optimizer.zero_grad()
         whole = sum(plain(**batch).loss for batch in batches) / 2
         whole.backward()
-        norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+        norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP))
         optimizer.step()
-        worst["loss"] = max(worst["loss"], abs(float(engine.train_batch(iter(batches)) - whole.detach())))
-        worst["norm"] = max(worst["norm"], abs(engine.get_global_grad_norm() / norm - 1))
-    wanted = dict(plain.named_parameters())
-    pairs = [
-        (safe_get_full_fp32_param(param), wanted[name].detach()) for name, param in engine.module.named_parameters()
-    ]
-    worst["parameter"] = max(scaled_error(*pair) for pair in pairs)
+        worst.loss(engine.train_batch(iter(batches)), whole)
+        worst.note("norm", abs(engine.get_global_grad_norm() / norm - 1))
+    worst.parameters()
     engine.destroy()
     return worst
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from tests.compat.common import (
     LR,
     apart,
+    everything,
+    fill,
     forget_clients,
     llama,
     llama_config,
@@ -19,7 +21,6 @@ from tests.compat.common import (
     sentences,
     weights_apart,
     whole,
-    zero_block,
 )
 from tests.harness.pool import RankPool
 
@@ -30,24 +31,15 @@ STEPS = 4
 
 def auto_config(stage: int, *, own_optimizer: bool) -> dict[str, Any]:
     """What the documentation of Transformers tells people to write."""
-    zero: dict[str, Any] = {
-        "stage": stage,
-        "reduce_bucket_size": "auto",
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-    }
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": "auto"}
+    zero |= {"overlap_comm": True, "contiguous_gradients": True}
     if stage == 3:
         zero.update(stage3_prefetch_bucket_size="auto", stage3_param_persistence_threshold="auto")
         zero["stage3_gather_16bit_weights_on_model_save"] = True
+    window = {"loss_scale_window": 1000, "hysteresis": 2}
     config: dict[str, Any] = {
         "bf16": {"enabled": "auto"},
-        "fp16": {
-            "enabled": "auto",
-            "loss_scale": 0,
-            "initial_scale_power": 16,
-            "loss_scale_window": 1000,
-            "hysteresis": 2,
-        },
+        "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, **window},
         "zero_optimization": zero,
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
@@ -57,17 +49,11 @@ def auto_config(stage: int, *, own_optimizer: bool) -> dict[str, Any]:
         "wall_clock_breakdown": False,
     }
     if not own_optimizer:
-        config["optimizer"] = {
-            "type": "AdamW",
-            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-        }
-        warmup = {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-        }
-        config["scheduler"] = {"type": "WarmupDecayLR", "params": {**warmup, "warmup_type": "linear"}}
+        adam = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+        config["optimizer"] = {"type": "AdamW", "params": adam}
+        names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+        warmup = {**dict.fromkeys(names, "auto"), "warmup_type": "linear"}
+        config["scheduler"] = {"type": "WarmupDecayLR", "params": warmup}
     return config
 
 
@@ -111,35 +97,14 @@ def history(made: Any, key: str) -> list[float]:
 def model_for(args: Any) -> Any:
     """The random model of ``llama()``; under a living stage-3 configuration it is born sharded."""
     from transformers import LlamaForCausalLM
-    from transformers.integrations import is_deepspeed_zero3_enabled
-
-    import deepspeed
+    from transformers.integrations import deepspeed as integration, is_deepspeed_zero3_enabled
 
     if not is_deepspeed_zero3_enabled():
         return llama()
-    weak = _release_config(args)
-    values = whole(llama())
-    _restore_config(weak)
-    model = LlamaForCausalLM._from_config(llama_config())
-    params = dict(model.named_parameters())
-    assert all(hasattr(p, "ds_id") for p in params.values())
-    with torch.no_grad(), deepspeed.zero.GatheredParameters(list(params.values()), modifier_rank=0):
-        for name, param in params.items():
-            param.copy_(values[name])
-    return model
-
-
-def _release_config(args: Any) -> Any:
-    from transformers.integrations import deepspeed as integration
-
     integration.unset_hf_deepspeed_config()
-    return args.hf_deepspeed_config
-
-
-def _restore_config(config: Any) -> None:
-    from transformers.integrations import deepspeed as integration
-
-    integration.set_hf_deepspeed_config(config)
+    values = whole(llama())
+    integration.set_hf_deepspeed_config(args.hf_deepspeed_config)
+    return fill(LlamaForCausalLM._from_config(llama_config()), values)
 
 
 def against_ddp(folder: str, stage: int) -> dict[str, Any]:
@@ -163,10 +128,7 @@ def against_ddp(folder: str, stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2])
-def test_trainer_equals_its_own_plain_run(
-    world: int, stage: int, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
+def test_trainer_equals_its_own_plain_run(stage: int, tmp_path: Path, pool: RankPool) -> None:
     for found in pool.run(against_ddp, str(tmp_path), stage, time_limit=120):
         assert max(found.values()) < 2e-4, found
 
@@ -188,22 +150,9 @@ def configured_optimizer(folder: str, stage: int, bits: str) -> dict[str, Any]:
     made.save_model(folder)
     dist.barrier()
     weights = load_file(Path(folder) / "model.safetensors")
-    named = {n: p for n, p in made.model.named_parameters() if n in weights}
-    saved = {n: weights[n] for n in named}
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(list(named.values())):
-        same = all(torch.equal(p.detach(), saved[n]) for n, p in named.items())
-    kinds = {str(v.dtype) for v in weights.values()}
-    rate = made.lr_scheduler.get_last_lr()[0]
-    facts = {
-        "engine": type(engine).__name__,
-        "losses": losses,
-        "eval": evaluated,
-        "same": same,
-        "kinds": kinds,
-        "rate": rate,
-    }
+    same = all(torch.equal(value, weights[n]) for n, value in everything(made.model).items() if n in weights)
+    facts = {"engine": type(engine).__name__, "losses": losses, "eval": evaluated, "same": same}
+    facts |= {"kinds": {str(v.dtype) for v in weights.values()}, "rate": made.lr_scheduler.get_last_lr()[0]}
     made.accelerator.free_memory(engine)
     return facts
 
@@ -243,11 +192,7 @@ def test_evaluation_without_training(pool2: RankPool, tmp_path: Path) -> None:
 
 
 def mismatch(folder: str) -> str:
-    config = {
-        **auto_config(2, own_optimizer=True),
-        "gradient_accumulation_steps": 3,
-        "zero_optimization": zero_block(2),
-    }
+    config = {**auto_config(2, own_optimizer=True), "gradient_accumulation_steps": 3}
     args = arguments(folder, config)
     try:
         trainer(args, llama()).train()

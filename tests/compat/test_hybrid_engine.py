@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.errors import RankFailedError, UsageError
-from tests.compat.common import VOCABULARY, llama, need
-from tests.compat.test_weights_out import ADAPTERS, engine_of, peft_model, trained, whole_state
+from tests.compat.common import VOCABULARY, everything, llama, need
+from tests.compat.test_weights_out import ADAPTERS, engine_of, peft_model, trained
 from tests.harness.pool import RankPool
 from tests.harness.training import outcome
 
@@ -31,7 +31,7 @@ def generated(kind: str, stage: int, pinned: bool) -> list[str]:
         engine = engine_of(build(kind), stage, hybrid_engine={"enabled": True, "pin_parameters": pinned})
         trained(engine)
         if generates:
-            before, plain = whole_state(engine), build(kind)
+            before, plain = everything(engine.module), build(kind)
             plain.load_state_dict({**plain.state_dict(), **before})
             plain = plain.merge_and_unload() if pinned and kind in ADAPTERS else plain
             engine.eval()
@@ -43,12 +43,12 @@ def generated(kind: str, stage: int, pinned: bool) -> list[str]:
                 # DeepSpeed-Chat calls the module's and says whether ranks are to wait for each other
                 ours = engine.module.generate(input_ids=ids, synced_gpus=stage == 3, **options)
                 wrong += [] if torch.equal(ours, theirs) else [f"{ours} for {theirs}"]
-            after = whole_state(engine)
+            after = everything(engine.module)
             wrong += [name for name in before if not torch.equal(before[name], after[name])]
             wrong += [n for n, m in engine.module.named_modules() if getattr(m, "merged_adapters", [])]
             engine.train()
         trained(engine)
-        weights = whole_state(engine)
+        weights = everything(engine.module)
         if generates:
             wrong += [f"{n} trains differently" for n in weights if not torch.equal(weights[n], silent[n])]
         silent |= weights
@@ -59,15 +59,9 @@ def generated(kind: str, stage: int, pinned: bool) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "stage", "pinned"),
     [
-        ("plain", 2, True),
-        ("plain", 3, True),
-        ("plain", 3, False),
-        ("lora", 1, True),
-        ("lora", 3, True),
-        ("lora", 3, False),
-        ("dora", 3, True),
-        ("embeddings", 3, True),
-        ("a head beside", 3, True),
+        *(("plain", 2, True), ("plain", 3, True), ("plain", 3, False)),
+        *(("lora", 1, True), ("lora", 3, True), ("lora", 3, False)),
+        *((kind, 3, True) for kind in ("dora", "embeddings", "a head beside")),
     ],
 )
 def test_the_hybrid_engine_generates_as_plain_torch(pool2: RankPool, kind: str, stage: int, pinned: bool) -> None:
@@ -90,7 +84,7 @@ def shared_layers(kind: str, stage: int) -> tuple[list[str], list[int]]:
     engine = engine_of(built(), stage, hybrid_engine={"enabled": True, "inference_tp_size": 2})
     trained(engine)
     plain = built()
-    plain.load_state_dict({**plain.state_dict(), **whole_state(engine)}, strict=False)
+    plain.load_state_dict({**plain.state_dict(), **everything(engine.module)}, strict=False)
     plain.tie_weights()
     engine.eval()
     plain.eval()

@@ -19,43 +19,16 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_POR
 
 def started_by(launcher: str) -> list[str]:
     port = str(free_port())
-    return {
-        "python": [sys.executable, "-m"],
-        "torchrun": [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node",
-            "2",
-            "--master_port",
-            port,
-            "-m",
-        ],
-        "accelerate": [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2"),
-            *(
-                "--main_process_port",
-                port,
-                "--zero_stage",
-                "3",
-                "--mixed_precision",
-                "no",
-                "--gradient_accumulation_steps",
-                "1",
-            ),
-            *("--num_machines", "1", "--dynamo_backend", "no", "--zero3_init_flag", "false", "-m"),
-        ],
-        "deepspeed": [
-            sys.executable,
-            "-m",
-            "deepspeed.launcher.runner",
-            "--num_gpus",
-            "2",
-            "--master_port",
-            port,
-            "--module",
-        ],
+    job = ["--main_process_port", port, "--num_machines", "1", "--dynamo_backend", "no", "--mixed_precision", "no"]
+    zero = ["--zero_stage", "3", "--zero3_init_flag", "false", "--gradient_accumulation_steps", "1"]
+    words = {
+        "python": [],
+        "torchrun": ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", port],
+        "accelerate": ["accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2", *job, *zero],
+        "deepspeed": ["deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port],
     }[launcher]
+    into = {"python": [], "deepspeed": ["--module"]}.get(launcher, ["-m"])
+    return [sys.executable, "-m", *words, *into]
 
 
 @pytest.mark.in_make_test(

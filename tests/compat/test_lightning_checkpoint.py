@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.compat.common import LR, mine, need, zero_block
-from tests.compat.test_hf_checkpoint import equal, everything
+from tests.compat.common import LR, equal, everything, mine, need, zero_block
 from tests.compat.test_lightning import WIDTH, cpu_posing_as_cuda, network, rows
 from tests.harness.pool import RankPool
 

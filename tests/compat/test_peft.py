@@ -16,11 +16,14 @@ from tests.compat.common import (
     batches,
     forget_clients,
     llama,
+    losses_of,
     mean_over_ranks,
     mine,
     need,
     plain_run,
+    save_once,
     sentences,
+    settings,
     weights_apart,
     whole,
     zero_block,
@@ -68,12 +71,7 @@ def training(stage: int, checkpointing: str) -> dict[str, Any]:
     config["zero_allow_untested_optimizer"] = True
     trained = [p for p in model.parameters() if p.requires_grad]
     engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(trained, lr=LR, eps=1e-2), config=config)[0]
-    found = []
-    for batch in mine(batches(sentences(2 * STEPS * dist.get_world_size()))):
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        found.append(float(loss.detach()))
+    found = losses_of(engine, mine(batches(sentences(2 * STEPS * dist.get_world_size()))))
     result = {"loss": apart(mean_over_ranks(found), losses), "weights": weights_apart(model, weights)}
     counts = model.get_nb_trainable_parameters()
     result["counts"] = counts == lora(llama()).get_nb_trainable_parameters()
@@ -87,12 +85,12 @@ def training(stage: int, checkpointing: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("checkpointing", ["", "reentrant", "not reentrant"])
-@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 0), (2, 2), (2, 3)])
-def test_lora_equals_plain_torch(world: int, stage: int, checkpointing: str, request: pytest.FixtureRequest) -> None:
-    if checkpointing and (world, stage) in ((1, 3), (2, 0)):
-        pytest.skip("checkpointing is covered at two ranks under stages 2 and 3")
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
+CASES = [(1, 3, ""), (2, 0, "")]
+CASES += [(2, stage, how) for stage in (2, 3) for how in ("", "reentrant", "not reentrant")]
+
+
+@pytest.mark.parametrize(("world", "stage", "checkpointing"), CASES)
+def test_lora_equals_plain_torch(stage: int, checkpointing: str, pool: RankPool) -> None:
     for found in pool.run(training, stage, checkpointing, time_limit=90):
         assert found["loss"] < 1e-5 and found["weights"] < 1e-5, found
         assert found["counts"] and found.get("exported", True)
@@ -109,9 +107,7 @@ def through_trainer(folder: str) -> dict[str, Any]:
 
     forget_clients()
     base_folder, out = str(Path(folder) / "base"), str(Path(folder) / "out")
-    if dist.get_rank() == 0:
-        llama().save_pretrained(base_folder)
-    dist.barrier()
+    save_once(llama(), base_folder)
     args = shared.arguments(out, shared.auto_config(3, own_optimizer=True), gradient_checkpointing=True)
     model = lora(AutoModelForCausalLM.from_pretrained(base_folder))
     made = shared.trainer(args, model)
@@ -142,12 +138,8 @@ def gathered_adapters(folder: str) -> dict[str, Any]:
 
     forget_clients()
     expected = lora(llama())
-    if dist.get_rank() == 0:
-        expected.save_pretrained(folder)
-    dist.barrier()
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero_block(3)}
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": LR, "eps": 1e-2}}
-    engine = deepspeed.initialize(model=lora(llama()), config=config)[0]
+    save_once(expected, folder)
+    engine = deepspeed.initialize(model=lora(llama()), config=settings(3))[0]
     model, batch = engine.module, batches(sentences(2))[0]
     adapters = [p for n, p in model.named_parameters() if "lora_" in n]
     with deepspeed.zero.GatheredParameters(adapters, modifier_rank=0):

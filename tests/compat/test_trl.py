@@ -15,15 +15,17 @@ from tests.compat.common import (
     apart,
     batches,
     forget_clients,
+    gloo_accelerator,
     llama,
     mean_over_ranks,
     mine,
     need,
     plain_run,
+    save_once,
     sentences,
+    settings,
     weights_apart,
     whole,
-    zero_block,
 )
 from tests.harness.pool import RankPool
 
@@ -33,20 +35,13 @@ STEPS = 3
 
 
 def prepared(stage: int, model: Any, *, trained: bool = True) -> tuple[Any, Any, Any]:
-    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+    from accelerate import DeepSpeedPlugin
     from accelerate.utils import DummyOptim
 
     forget_clients()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 1,
-        "train_batch_size": "auto",
-        "gradient_clipping": 0.0,
-        "zero_optimization": zero_block(stage),
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "eps": 1e-2, "weight_decay": 0.01}},
-    }
-    plugin = DeepSpeedPlugin(hf_ds_config=config)
-    acc = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+    adam = {"lr": LR, "eps": 1e-2, "weight_decay": 0.01}
+    config = settings(stage, adam, gradient_accumulation_steps=1, train_batch_size="auto", gradient_clipping=0.0)
+    acc = gloo_accelerator(DeepSpeedPlugin(hf_ds_config=config))
     if not trained:
         return acc, None, None
     engine, optimizer = acc.prepare(model, DummyOptim(model.parameters(), lr=LR, weight_decay=0.01))
@@ -132,8 +127,7 @@ def reference_model(stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("world", [1, 2])
-def test_reference_models_need_no_optimizer(world: int, stage: int, request: pytest.FixtureRequest) -> None:
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
+def test_reference_models_need_no_optimizer(stage: int, pool: RankPool) -> None:
     for found in pool.run(reference_model, stage, time_limit=90):
         assert found["error"] < 1e-5 and found["eval"]
         assert (found["stage"], found["kind"]) == ((3, "DeepSpeedZeRoOffload") if stage == 3 else (0, "NoneType"))
@@ -168,25 +162,28 @@ def on_disk(rows: dict[str, list[str]], folder: str) -> Any:
     return Dataset.load_from_disk(made)
 
 
-def trl_trainer(kind: str, folder: str, config: dict[str, Any] | None, model: Any) -> Any:
-    import trl
-    from datasets import Dataset
-
-    common: dict[str, Any] = {
+def arguments_of(folder: str, config: dict[str, Any] | None) -> dict[str, Any]:
+    """What the configurations of all trainers have."""
+    return {
         "output_dir": folder,
         "use_cpu": True,
         "bf16": False,
-        "max_steps": STEPS,
         "per_device_train_batch_size": 2,
         "learning_rate": LR,
         "adam_epsilon": 1e-2,
         "logging_steps": 1,
-        "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
         "deepspeed": config,
         "dataloader_pin_memory": False,
     }
+
+
+def trl_trainer(kind: str, folder: str, config: dict[str, Any] | None, model: Any) -> Any:
+    import trl
+    from datasets import Dataset
+
+    common = {**arguments_of(folder, config), "max_steps": STEPS, "save_strategy": "no"}
     if kind == "sft":
         args = trl.SFTConfig(**common, max_length=16)
         data = Dataset.from_dict({"text": text(24, 1)})
@@ -216,9 +213,7 @@ def trained_by(kind: str, folder: str, stage: int) -> dict[str, Any]:
 
     losses, weights = {}, {}
     base = str(Path(folder) / "base")  # GRPO loads its reference model from where the policy says it comes from
-    if dist.get_rank() == 0:
-        llama().save_pretrained(base)
-    dist.barrier()
+    save_once(llama(), base)
 
     def model() -> Any:
         made = llama()

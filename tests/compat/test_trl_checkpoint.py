@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.compat.common import LR, forget_clients, llama, need
-from tests.compat.test_hf_checkpoint import equal, finished
+from tests.compat.common import equal, forget_clients, llama, need
+from tests.compat.test_hf_checkpoint import finished
 from tests.compat.test_hf_trainer import auto_config
-from tests.compat.test_trl import text, tokenizer
+from tests.compat.test_trl import arguments_of, text, tokenizer
 from tests.harness.pool import RankPool
 
 need("accelerate", "transformers", "trl")
@@ -22,22 +22,7 @@ def sft(folder: str, deepspeed: dict[str, Any], words: list[str], trainer: dict[
     from datasets import Dataset
 
     forget_clients()
-    options: dict[str, Any] = {
-        "output_dir": folder,
-        "use_cpu": True,
-        "bf16": False,
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "learning_rate": LR,
-        "adam_epsilon": 1e-2,
-        "logging_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "deepspeed": deepspeed,
-        "dataloader_pin_memory": False,
-        "max_length": 16,
-        "packing": True,
-    }
+    options = {**arguments_of(folder, deepspeed), "max_steps": 4, "max_length": 16, "packing": True}
     args, data = trl.SFTConfig(**options | changes), Dataset.from_dict({"text": words})
     more = {"model": llama(), "processing_class": tokenizer()} | trainer
     return trl.SFTTrainer(args=args, train_dataset=data, **more)

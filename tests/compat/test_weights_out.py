@@ -13,22 +13,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from tests.compat.common import LR, batches, forget_clients, llama, mine, need, sentences, zero_block
+from tests.compat.common import (
+    batches,
+    everything,
+    forget_clients,
+    llama,
+    losses_of,
+    mine,
+    need,
+    sentences,
+    settings,
+    zero_block,
+)
 from tests.harness.pool import RankPool
 from tests.harness.training import outcome
 
 need("peft", "transformers", "safetensors")
 pytestmark = pytest.mark.timeout(180)
-
-
-def settings(stage: int, **changes: Any) -> dict[str, Any]:
-    optimizer = {"type": "AdamW", "params": {"lr": LR, "eps": 1e-2}}
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": zero_block(stage),
-        "optimizer": optimizer,
-        **changes,
-    }
 
 
 def engine_of(model: nn.Module, stage: int, **changes: Any) -> Any:
@@ -37,17 +38,7 @@ def engine_of(model: nn.Module, stage: int, **changes: Any) -> Any:
 
 
 def trained(engine: Any) -> None:
-    for batch in mine(batches(sentences(2 * dist.get_world_size()))):
-        engine.backward(engine(**batch).loss)
-        engine.step()
-
-
-def whole_state(engine: Any) -> dict[str, Tensor]:
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-
-
-MODELS = ("llama", "tied", "mixtral")
+    losses_of(engine, mine(batches(sentences(2 * dist.get_world_size()))))
 
 
 def build(kind: str) -> nn.Module:
@@ -67,7 +58,7 @@ def saved(kind: str, stage: int, ways: int, folder: str, dtype: str) -> dict[str
     engine = engine_of(build(kind), stage, **changes)
     if ways == 1:
         trained(engine)
-    expected = whole_state(engine)
+    expected = everything(engine.module)
     engine.save_pretrained(folder, max_shard_size="20KB")
     engine.destroy()
     return expected
@@ -124,12 +115,13 @@ def peft_model(kind: str) -> nn.Module:
     return model
 
 
-def merged(kind: str, stage: int, dst: int | None) -> tuple[list[str], dict[str, Tensor] | None]:
+def merged(kind: str, stage: int, dst: int | None) -> list[str]:
+    """Names of what is not as it should be."""
     engine = engine_of(peft_model(kind), stage)
     trained(engine)
-    before = whole_state(engine)
+    before = everything(engine.module)
     got = dict(pair for bucket in engine.stream_weights(20_000, dst=dst, merge_adapters=True) for pair in bucket)
-    after = whole_state(engine)
+    after = everything(engine.module)
     wrong = [name for name in before if not torch.equal(before[name], after[name])]
     wrong += [n for n, m in engine.module.named_modules() if getattr(m, "merged_adapters", [])]
     trained(engine)
@@ -138,9 +130,9 @@ def merged(kind: str, stage: int, dst: int | None) -> tuple[list[str], dict[str,
     expected = dict(plain.merge_and_unload(safe_merge=True).named_parameters())
     engine.destroy()
     if dst is not None and dist.get_rank() != dst:
-        return wrong + list(got), None
-    wrong += [f"{n}: missing" for n in expected if n not in got] + [f"{n}: extra" for n in got if n not in expected]
-    return wrong + [n for n in expected if n in got and not torch.equal(expected[n], got[n])], None
+        return wrong + list(got)
+    wrong += sorted(expected.keys() ^ got.keys())
+    return wrong + [n for n in expected if n in got and not torch.equal(expected[n], got[n])]
 
 
 @pytest.mark.parametrize(("stage", "dst"), [(1, None), (3, None), (3, 1)])
@@ -148,14 +140,14 @@ def merged(kind: str, stage: int, dst: int | None) -> tuple[list[str], dict[str,
 def test_merged_adapters_are_streamed_as_peft_merges_them(
     pool2: RankPool, kind: str, stage: int, dst: int | None
 ) -> None:
-    for wrong, _ in pool2.run(merged, kind, stage, dst):
+    for wrong in pool2.run(merged, kind, stage, dst):
         assert wrong == []
 
 
 def adapters_saved(folder: str) -> dict[str, Tensor]:
     engine = engine_of(peft_model("a head beside"), 3)
     trained(engine)
-    expected = whole_state(engine)
+    expected = everything(engine.module)
     engine.save_pretrained(folder)
     engine.destroy()
     return expected
@@ -177,7 +169,7 @@ def vera_model() -> nn.Module:
 def shared_projections(stage: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
     engine = engine_of(vera_model(), stage, zero_optimization={**zero_block(stage), **WRITES_16_BIT})
     trained(engine)
-    expected = whole_state(engine) | {n: b.clone() for n, b in engine.module.named_buffers() if "vera" in n}
+    expected = everything(engine.module) | {n: b.clone() for n, b in engine.module.named_buffers() if "vera" in n}
     engine.save_pretrained(folder)
     engine.save_16bit_model(folder)
     merged = dict(pair for bucket in engine.stream_weights(merge_adapters=True) for pair in bucket)

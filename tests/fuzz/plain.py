@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.client.lr_schedules import WarmupLR
-from deepspeed.tools.verify.models import MicroBatch
+from deepspeed.tools.verify.models import SAMPLES, MicroBatch
 from deepspeed.tools.verify.reference import clip_factor, global_norm
 from tests.fuzz import models
 from tests.fuzz.draw import Case
+from tests.harness import pipes
 from tests.harness.optimizers import BY_NAME, CLIENT, CONFIG_TYPE
 from tests.harness.reference16 import lowered
 
@@ -43,7 +44,7 @@ def optimizer_of(case: Case, groups: list[dict[str, Any]]) -> torch.optim.Optimi
 
 
 def optimizer_block(case: Case) -> dict[str, Any]:
-    """The same in a configuration."""
+    """The same in the engine's configuration."""
     if case.optimizer.startswith("client "):
         return {}
     settings = dict(BY_NAME[case.optimizer][0])
@@ -54,6 +55,29 @@ def optimizer_block(case: Case) -> dict[str, Any]:
 def step_schedule(optimizer: torch.optim.Optimizer) -> Any:
     """A schedule of the client's."""
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def config_of(case: Case, gas: int, folder: str) -> dict[str, Any]:
+    """The configuration of a case."""
+    zero = dict(case.zero)
+    for name in ("offload_optimizer", "offload_param"):
+        if zero.get(name, {}).get("device") == "nvme":
+            zero[name] = {**zero[name], "nvme_path": folder}
+    top = {"gradient_clipping": 0.0, **case.top, **optimizer_block(case)}
+    if case.dtype != "fp32":
+        block = {"enabled": True}
+        if case.dtype == "fp16":
+            block |= {"initial_scale_power": 12, "loss_scale_window": 3, "hysteresis": 1}
+        top |= {case.dtype: block, "communication_data_type": "fp32"}
+    if case.schedule == "WarmupLR":
+        top["scheduler"] = {"type": "WarmupLR", "params": WARM_UP}
+    if case.tokens:
+        top["normalize"] = "tokens"
+    if case.front == "llama":
+        top["tensor_parallel"] = {"autotp_size": 2}
+    micro = pipes.SAMPLES if case.front == "pipe" else 2 if case.front == "llama" else SAMPLES
+    always = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": gas}
+    return {**always, "zero_optimization": zero, "zero_allow_untested_optimizer": True, **top}
 
 
 class Plain:

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-import zlib
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -13,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.errors import RankFailedError
 from deepspeed.pipe import PipelineModule
 from deepspeed.tools.verify.grads import full_parameters, scaled_error
-from deepspeed.tools.verify.models import SAMPLES, MicroBatch
+from deepspeed.tools.verify.models import MicroBatch
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -32,7 +32,7 @@ from deepspeed.utils import (
 from tests.dist.test_offload_zenflow import against_statement
 from tests.fuzz import models
 from tests.fuzz.draw import Case, Event, Micro, Window, at_stage
-from tests.fuzz.plain import DTYPES, WARM_UP, Plain, grouped, optimizer_block, optimizer_of, step_schedule, tokens_of
+from tests.fuzz.plain import DTYPES, Plain, config_of, grouped, optimizer_of, step_schedule, tokens_of
 from tests.harness import pipes
 from tests.harness.lockstep import not_at_rest
 
@@ -42,29 +42,6 @@ from tests.harness.lockstep import not_at_rest
 # Between two looks it may: then a 16-bit weight differs in its last place, and everything by so much.
 TOLERANCE, ROUNDED = 2e-6, 3e-2
 ZENFLOW = 2e-5  # after 13 steps, as in its own tests
-
-
-def config_of(case: Case, gas: int, folder: str) -> dict[str, Any]:
-    """The configuration of a case."""
-    zero = dict(case.zero)
-    for name in ("offload_optimizer", "offload_param"):
-        if zero.get(name, {}).get("device") == "nvme":
-            zero[name] = {**zero[name], "nvme_path": folder}
-    top = {"gradient_clipping": 0.0, **case.top, **optimizer_block(case)}
-    if case.dtype != "fp32":
-        block = {"enabled": True}
-        if case.dtype == "fp16":
-            block |= {"initial_scale_power": 12, "loss_scale_window": 3, "hysteresis": 1}
-        top |= {case.dtype: block, "communication_data_type": "fp32"}
-    if case.schedule == "WarmupLR":
-        top["scheduler"] = {"type": "WarmupLR", "params": WARM_UP}
-    if case.tokens:
-        top["normalize"] = "tokens"
-    if case.front == "llama":
-        top["tensor_parallel"] = {"autotp_size": 2}
-    micro = pipes.SAMPLES if case.front == "pipe" else 2 if case.front == "llama" else SAMPLES
-    always = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": gas}
-    return {**always, "zero_optimization": zero, "zero_allow_untested_optimizer": True, **top}
 
 
 class Run:
@@ -90,8 +67,7 @@ class Run:
     def built(self) -> nn.Module:
         """A model for an engine."""
         if self.case.front == "pipe":
-            layers = models.pipe_layers(self.case)
-            return PipelineModule(layers, num_stages=2, loss_fn=pipes.cross_entropy)
+            return PipelineModule(models.pipe_layers(self.case), num_stages=2, loss_fn=pipes.cross_entropy)
         config = config_of(self.case, self.gas, self.folder)
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=self.case.born):
             model = models.build(self.case).train()
@@ -142,11 +118,9 @@ class Run:
         number, done = 0, set[int]()
         while number < len(window.micros):
             micro, self.micro, self.last = window.micros[number], number, number == len(window.micros) - 1
-            anew = False
-            for event in micro.before if number not in done else ():
-                anew |= self.happen(event) == "anew"
+            answers = [self.happen(event) for event in micro.before if number not in done]
             done.add(number)
-            if anew:
+            if "anew" in answers:
                 number = 0
                 continue
             scale = float(self.engine.loss_scale())
@@ -289,9 +263,8 @@ class Run:
                 self.same(self.params[name], self.plain.params[name], f"weight {name}")
 
     def on_masters(self, pick: int) -> None:
-        if self.ahead or "clamped" in self.case.layers:
-            return
-        for name in self.chosen(pick, count=2):
+        known = not self.ahead and "clamped" not in self.case.layers
+        for name in self.chosen(pick, count=2) if known else ():
             self.same(safe_get_full_fp32_param(self.params[name]), self.plain.masters[name], f"master of {name}")
 
     def on_set_master(self, pick: int) -> None:
@@ -530,10 +503,7 @@ class Run:
         if self.ahead:
             self.window(Window((Micro(),) * self.gas))
         self.look()
-        sums = {
-            name: zlib.crc32(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-            for name, value in full_parameters(self.engine.module).items()
-        }
+        sums = {name: crc32c(value.contiguous()) for name, value in full_parameters(self.engine.module).items()}
         model = self.engine.module
         self.engine.destroy()
         if not self.case.born and self.case.front != "pipe":

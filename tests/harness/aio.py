@@ -1,10 +1,11 @@
-"""Shared pieces of the file IO tests: bytes to move, the file as others see it, scripts in a process of their own."""
+"""Shared pieces of the file IO tests: bytes to move, the file as others see it, work in a process of its own."""
 
 import contextlib
 import errno
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,18 +46,30 @@ def content(file: DirectFile) -> bytes:
     return Path(file.path).read_bytes()
 
 
-def python(
-    script: str, *arguments: str, wrapper: tuple[str, ...] = (), program: str = sys.executable, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def python(script: str, *arguments: str, wrapper: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Run a script that imports this package, with a time limit."""
     return subprocess.run(
-        [*wrapper, program, "-c", script, *arguments],
+        [*wrapper, sys.executable, "-c", script, *arguments],
         capture_output=True,
         text=True,
         timeout=100,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )
+
+
+def in_a_child(work: Callable[[], object]) -> int:
+    """Call ``work`` in a forked child; return its status: 1 if that raises, else what it ends with, or 0."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def usable() -> list[str]:

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import itertools
 import os
 import random
 import threading
@@ -16,6 +17,7 @@ import torch
 from deepspeed.tier import aio
 from deepspeed.tier.aio import AioEngine, DirectFile, aligned_empty
 from tests.harness.aio import KIB, MIB, Make, content, noise
+from tests.harness.rows import for_each
 
 # --- the bytes ---
 
@@ -262,8 +264,10 @@ def test_descriptors_are_not_inherited(tmp_path: Path) -> None:
         assert not any(os.get_inheritable(fd) for fd in (file._plain, file._direct) if fd >= 0)
 
 
-@pytest.mark.parametrize("shape", [0, 1, 4097, (3, 5), (0, 4), (), 5 * MIB])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64])
+SHAPES = [0, 1, 4097, (3, 5), (0, 4), (), 5 * MIB]
+
+
+@for_each(("shape", "dtype"), itertools.product(SHAPES, (torch.uint8, torch.bfloat16, torch.float64)))
 def test_aligned_memory(shape: int | tuple[int, ...], dtype: torch.dtype) -> None:
     """Page boundary, shape and dtype as asked, writable, and the memory outlives the first name of it."""
     tensor = aligned_empty(shape, dtype=dtype)
@@ -279,15 +283,8 @@ def test_c_interface_checks_its_arguments() -> None:
     library = aio.load(aio.ASYNC_IO)
     library.ds_aio_new.restype = ctypes.c_void_p
     error = ctypes.c_int()
-    for arguments in [
-        (9, 8, 4096, 1),
-        (3, 0, 4096, 1),
-        (3, 8, 4095, 1),
-        (3, 8, 0, 1),
-        (3, 8, 4096, 0),
-        (-1, 8, 4096, 1),
-    ]:
-        backend, depth, block, threads = arguments
+    wrong = [(9, 8, 4096, 1), (3, 0, 4096, 1), (3, 8, 4095, 1), (3, 8, 0, 1), (3, 8, 4096, 0), (-1, 8, 4096, 1)]
+    for backend, depth, block, threads in wrong:
         assert not library.ds_aio_new(backend, depth, ctypes.c_int64(block), threads, ctypes.byref(error))
         assert error.value == -errno.EINVAL
 

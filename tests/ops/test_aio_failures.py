@@ -1,28 +1,23 @@
 """File IO that goes wrong: a failure has a name, nothing hangs, and what is dropped or cut short ends well."""
 
+import ctypes
 import errno
 import os
-import resource
 import shutil
+import struct
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
 from deepspeed.errors import BuildError, DeepSpeedError
-from deepspeed.monitor.log import logger
 from deepspeed.tier import aio
 from deepspeed.tier.aio import AioEngine, DirectFile, FileTransfer, TransferError, aligned_empty
-from tests.harness.aio import MIB, Make, content, noise, python, usable
-from tests.harness.warm import Warm
-
-
-def failed_build(op: object) -> None:
-    """In the place of ``load``: no compiler here."""
-    raise BuildError("no C++ compiler")
-
+from tests.harness.aio import MIB, Make, content, in_a_child, noise, python, usable
+from tests.harness.logs import logged
+from tests.harness.offload import file_size_limit
 
 # --- failures ---
 
@@ -44,14 +39,11 @@ def test_file_that_ends_too_early(make_engine: Make, file: DirectFile) -> None:
 
 def test_file_size_limit(make_engine: Make, file: DirectFile) -> None:
     """The kernel stops a write in its middle: the part before the limit is a short write, the rest an error."""
-    engine, before = make_engine(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB + 100, before[1]))  # Python ignores SIGXFSZ
-    try:
+    engine = make_engine()
+    with file_size_limit(MIB + 100):  # Python ignores SIGXFSZ
         transfer = engine.write(file, 0, noise(2 * MIB))
         with pytest.raises(TransferError, match="may not grow that far.*ulimit") as caught:
             transfer.wait()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert caught.value.errno == errno.EFBIG
     engine.write(file, 0, noise(2 * MIB)).wait()
 
@@ -192,7 +184,8 @@ def test_file_closed_with_transfers_under_way(make_engine: Make, file: DirectFil
 
 
 DROPPED = """
-import sys, torch
+import gc, sys, threading, torch
+from deepspeed.ops.aio import aio_handle
 from deepspeed.tier import aio
 from deepspeed.tier.aio import *
 def start(path, **options):
@@ -200,6 +193,7 @@ def start(path, **options):
     engine = AioEngine(queue_depth=1, block_bytes=4096, **options)
     engine.write(file, 0, aligned_empty(2 << 20).fill_(5))
     engine.write(file, 2 << 20, torch.full((9,), 6, dtype=torch.uint8))
+native = aio.try_load
 for name in sys.argv[2:]:
     if name == "python":
         aio.try_load = lambda op: None
@@ -208,55 +202,40 @@ kept = AioEngine()
 file = DirectFile(sys.argv[1] + "/kept", create=True)
 kept.write(file, 0, aligned_empty(2 << 20).fill_(5))
 kept.write(file, 2 << 20, torch.full((9,), 6, dtype=torch.uint8))
-"""
-
-
-def test_dropped_engine_finishes(tmp_path: Path) -> None:
-    """An engine that nobody closes or waits for ends well when it is collected or the program ends, tensors
-    included.
-    """
-    names = usable()
-    ran = python(DROPPED, str(tmp_path), *names)
-    assert ran.returncode == 0, ran.stderr
-    for name in [*names, "kept"]:
-        assert (tmp_path / name).read_bytes() == b"\5" * (2 << 20) + b"\6" * 9, name
-
-
-COLLECTED_BY_ITS_THREAD = """
-import gc, sys, threading
-from deepspeed.tier import aio
-aio.try_load = lambda op: None
-move, begun = aio._move, threading.Event()
+move, begun, collect = aio._move, threading.Event(), [gc.collect]
 def collect_and_move(*args):
     begun.wait()
     if collect:
         collect.pop()()
     return move(*args)
-aio._move, collect = collect_and_move, [gc.collect]
-def start():
-    file = aio.DirectFile(sys.argv[1], create=True)
-    aio.AioEngine(block_bytes=4096).write(file, 0, aio.aligned_empty(2 << 20).fill_(5))
-start()
+aio._move = collect_and_move
+gc.disable()  # nobody but its own thread collects the next one
+start(sys.argv[1] + "/collected")
+aio.try_load = native
+handle = aio_handle(block_size=4096)
+for number in range(20):
+    handle.async_pwrite(torch.full((100_000,), float(number)), f"{sys.argv[1]}/{number}")
 begun.set()
 """
 
 
-def test_dropped_engine_that_is_collected_by_its_own_thread_finishes(tmp_path: Path, warm: Warm) -> None:
-    """Which cannot wait for itself, and must not write memory that was given back."""
-    ran = python(COLLECTED_BY_ITS_THREAD, str(tmp_path / "file"), program=warm.python)
+def test_dropped_engine_finishes(tmp_path: Path) -> None:
+    """An engine that nobody closes or waits for ends well when it is collected or the program ends, tensors included;
+    also when its own thread collects it, which cannot wait for itself, and an ``aio_handle`` with much to do.
+    """
+    names = usable()
+    ran = python(DROPPED, str(tmp_path), *names)
     assert ran.returncode == 0 and not ran.stderr, ran.stderr
-    assert (tmp_path / "file").read_bytes() == b"\5" * (2 << 20)
+    for name in [*names, "kept", "collected"]:
+        assert (tmp_path / name).read_bytes() == b"\5" * (2 << 20) + b"\6" * 9, name
+    assert [(tmp_path / str(number)).stat().st_size for number in range(20)] == [400_000] * 20
 
 
-def test_failure_that_nobody_asked_for(make_engine: Make, file: DirectFile, caplog: pytest.LogCaptureFixture) -> None:
+def test_failure_that_nobody_asked_for(make_engine: Make, file: DirectFile) -> None:
     """Closing the engine logs it."""
-    logger.addHandler(caplog.handler)
-    try:
-        with make_engine() as engine:
-            engine.read(file, 7, torch.empty(10))
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert "nobody waited for failed" in caplog.text and file.path in caplog.text
+    with logged() as lines, make_engine() as engine:
+        engine.read(file, 7, torch.empty(10))
+    assert any("nobody waited for failed" in line and file.path in line for line in lines)
 
 
 def test_no_descriptor_is_left(make_engine: Make, file: DirectFile) -> None:
@@ -269,44 +248,24 @@ def test_no_descriptor_is_left(make_engine: Make, file: DirectFile) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-FORK = """
-import os, sys, torch
-from deepspeed.tier import aio
-from deepspeed.tier.aio import *
-data = aligned_empty(32 << 20)
-def attempt(backend):
-    engine = AioEngine(backend=backend)
-    file = DirectFile(sys.argv[1], create=True)
-    transfer = engine.write(file, 0, data)
-    transfer._lock.acquire()  # as if a thread were waiting just now
-    child = os.fork()
-    if child == 0:
-        told = 0
-        for act in (transfer.wait, lambda: engine.read(file, 0, data)):
-            try:
-                act()
-            except OSError as error:
-                told += "forked" in str(error)
-        assert transfer.done()
-        engine.close()
-        with AioEngine() as own:
-            own.write(file, 64 << 20, data[:5000]).wait()
-        os._exit(told)
-    transfer._lock.release()
-    transfer.wait()
-    engine.close()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2, backend
-for name in sys.argv[2:]:
-    if name == "python":
-        aio.try_load = lambda op: None
-    attempt("auto" if name == "python" else name)
-"""
-
-
-def test_forked_child_gets_an_error(tmp_path: Path, warm: Warm) -> None:
+def test_forked_child_gets_an_error(make_engine: Make, tmp_path: Path) -> None:
     """The engine's threads stay with the parent: the child is told so, at once, and may make its own."""
-    ran = python(FORK, str(tmp_path / "data"), *usable(), program=warm.python)
-    assert ran.returncode == 0, ran.stderr
+    engine, data = make_engine(), aligned_empty(32 * MIB)
+    with DirectFile(tmp_path / "data", create=True) as file:
+        transfer = engine.write(file, 0, data)
+
+        def use() -> None:
+            for act in (transfer.wait, lambda: engine.read(file, 0, data)):
+                with pytest.raises(OSError, match="forked"):
+                    act()
+            assert transfer.done()
+            engine.close()
+            with AioEngine() as own:
+                own.write(file, 64 * MIB, data[:5000]).wait()
+
+        with transfer._lock:  # as if a thread were waiting just now
+            assert in_a_child(use) == 0
+        transfer.wait()
 
 
 class Interrupt(list[int]):
@@ -346,15 +305,10 @@ def test_environment_chooses(monkeypatch: pytest.MonkeyPatch, name: str) -> None
 
 def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each names what is allowed."""
-    for options in (
-        {"queue_depth": 0},
-        {"queue_depth": 5000},
-        {"threads": 0},
-        {"block_bytes": 0},
-        {"block_bytes": 2 << 30},
-    ):
+    wrong = [("queue_depth", 0), ("queue_depth", 5000), ("threads", 0), ("block_bytes", 0), ("block_bytes", 2 << 30)]
+    for name, value in wrong:
         with pytest.raises(ValueError, match="not"):
-            AioEngine(**options)
+            AioEngine(**{name: value})
     monkeypatch.setenv("DS_AIO_BACKEND", "posix")
     with pytest.raises(ValueError, match="DS_AIO_BACKEND"):
         AioEngine()
@@ -362,61 +316,50 @@ def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python threads do it, unless the caller insists on a kernel interface."""
+
+    def failed_build(op: object) -> None:
+        raise BuildError("no C++ compiler")
+
     monkeypatch.setattr(aio, "load", failed_build)
     with pytest.raises(BuildError, match="no C"):
         AioEngine(backend="io_uring")
 
 
-SECCOMP = """
-import ctypes, os, struct, sys
-from deepspeed.tier.aio import *
-AioEngine(backend="threads").close()  # built before the sandbox
-libc = ctypes.CDLL(None, use_errno=True)
-word = ctypes.c_ulong
-def refuse(calls):
+SETUP, ENTER, REGISTER, IO_SETUP = 425, 426, 427, {"x86_64": 206, "aarch64": 0}.get(os.uname().machine, 206)
+NO_FILTER = 77
+
+
+def refuse(calls: Collection[int]) -> None:
+    """A seccomp filter like a container's: these system calls are not permitted to this process."""
     lines = [(0x20, 0, 0, 0)]  # load the number of the system call
     lines += [(0x15, len(calls) - i, 0, number) for i, number in enumerate(calls)]  # equal: to the last line
     lines += [(0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x00050000 | 1)]  # allow; EPERM
     memory = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
     program = ctypes.create_string_buffer(struct.pack("HP", len(lines), ctypes.addressof(memory)))
+    libc, word = ctypes.CDLL(None, use_errno=True), ctypes.c_ulong
     if libc.prctl(38, word(1), word(0), word(0), word(0)) or libc.prctl(22, word(2), program, word(0), word(0)):
-        os._exit(77)
-def attempt(calls, expected):
-    refuse(calls)
-    with AioEngine() as engine, DirectFile(sys.argv[1], create=True) as file:
-        there, back = aligned_empty(300000).fill_(3), aligned_empty(300000)
-        engine.write(file, 0, there).wait()
-        engine.read(file, 0, back).wait()
-        assert bool((there == back).all())
-        assert engine.backend in expected, (calls, engine.backend)
-    try:
-        AioEngine(backend="io_uring")
-    except TransferError as error:
-        assert "'io_uring' is not to be had here (Operation not permitted)" in str(error), error
-        os._exit(0)
-for calls, expected in (tuple(eval(case)) for case in sys.argv[2:]):
-    child = os.fork()
-    if child == 0:
-        try:
-            attempt(calls, expected)
-        finally:
-            os._exit(1)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code:
-        sys.exit(code)
-"""
-SETUP, ENTER, REGISTER, IO_SETUP = 425, 426, 427, {"x86_64": 206, "aarch64": 0}.get(os.uname().machine, 206)
+        os._exit(NO_FILTER)
 
 
-def test_sandbox_without_io_uring(tmp_path: Path, warm: Warm) -> None:
-    """A seccomp filter like a container's: the next backend takes over, and the loss of io_uring is named where it is
-    asked for.
-    """
+@pytest.mark.parametrize("calls", [[SETUP], [ENTER], [REGISTER], [SETUP, IO_SETUP]])
+def test_sandbox_without_io_uring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    """The next backend takes over, and the loss of io_uring is named where it is asked for."""
     if "io_uring" not in usable():
         pytest.skip("no io_uring to take away")
-    next_best = ["libaio" if "libaio" in usable() else "threads"]
-    cases = [([SETUP], next_best), ([ENTER], next_best), ([REGISTER], next_best), ([SETUP, IO_SETUP], ["threads"])]
-    ran = python(SECCOMP, str(tmp_path / "data"), *map(repr, cases), program=warm.python, DS_AIO_BACKEND="")
-    if ran.returncode == 77:
+    expected = "libaio" if "libaio" in usable() and IO_SETUP not in calls else "threads"
+    monkeypatch.delenv("DS_AIO_BACKEND", raising=False)
+
+    def attempt() -> None:
+        refuse(calls)
+        with AioEngine() as engine, DirectFile(tmp_path / "data", create=True) as file:
+            there, back = noise(300_000), aligned_empty(300_000)
+            engine.write(file, 0, there).wait()
+            engine.read(file, 0, back).wait()
+            assert torch.equal(there, back) and engine.backend == expected
+        with pytest.raises(TransferError, match=r"'io_uring' is not to be had here \(Operation not permitted\)"):
+            AioEngine(backend="io_uring")
+
+    status = in_a_child(attempt)
+    if status == NO_FILTER:
         pytest.skip("this process may not install a seccomp filter")
-    assert ran.returncode == 0, ran.stderr
+    assert status == 0

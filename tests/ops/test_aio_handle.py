@@ -5,10 +5,6 @@ file.
 import errno
 import gc
 import os
-import resource
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,13 +15,13 @@ from deepspeed.accelerator.device import get_accelerator
 from deepspeed.accelerator.native.builders import PinMemoryBuilder
 from deepspeed.client import aio_handle as handle
 from deepspeed.client.aio_handle import FileMismatchError, aio_read, aio_write, deepspeed_memcpy
-from deepspeed.monitor.log import logger
 from deepspeed.ops.aio import aio_handle
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.tier import aio
-from tests.budget.source import ROOT
+from tests.harness.aio import MIB
+from tests.harness.logs import logged
+from tests.harness.offload import file_size_limit
 
-MIB = 1 << 20
 SIZES = (0, 1, 1001, 4096, MIB // 4 + 3)
 
 
@@ -154,23 +150,8 @@ def test_many_operations_then_one_wait(made: aio_handle, folder: Path) -> None:
     assert all(torch.equal(out, each) for out, each in zip(outs, values, strict=True))
 
 
-def test_a_descriptor(made: aio_handle, tmp_path: Path) -> None:
-    fd = os.open(tmp_path / "data", os.O_RDWR | os.O_CREAT)
-    try:
-        assert made.async_pwrite(torch.ones(1000), fd, 4096) == 0
-        assert made.wait() == 1
-        os.unlink(tmp_path / "data")
-        assert made.sync_pread(out := torch.zeros(1000), fd, 4096) == 1
-        assert out.sum() == 1000
-        assert os.fstat(fd).st_size == 8096
-    finally:
-        os.close(fd)
-    with pytest.raises(OSError, match=f"/proc/self/fd/{fd}"):
-        made.sync_pwrite(torch.ones(10), fd)
-
-
-def test_a_descriptor_by_its_keyword(made: aio_handle, folder: Path) -> None:
-    """As clients write a tensor in pieces; the descriptor stays open, and theirs."""
+def test_a_descriptor(made: aio_handle, folder: Path) -> None:
+    """By its place and by its keyword, as clients write a tensor in pieces; it stays open, and theirs."""
     values = torch.arange(4096, dtype=torch.float32)
     out = torch.empty_like(values)
     fd = os.open(folder / "data", os.O_CREAT | os.O_RDWR)
@@ -179,17 +160,18 @@ def test_a_descriptor_by_its_keyword(made: aio_handle, folder: Path) -> None:
             piece = values[start : start + 2048]
             assert made.async_pwrite(buffer=piece, fd=fd, file_offset=piece.storage_offset() * 4) == 0
         assert made.wait() == 2
-        assert made.async_pread(buffer=out[:2048], fd=fd) == made.async_pread(out[2048:], fd=fd, file_offset=8192) == 0
-        assert made.wait() == 2 and torch.equal(out, values)
-        assert made.sync_pread(buffer=out[:16], fd=fd, file_offset=8192) == 1 and torch.equal(
-            out[:16], values[2048:2064]
-        )
-        assert os.fstat(fd).st_size == values.nbytes
         for both in ({}, {"filename": str(folder / "data"), "fd": fd}):
             with pytest.raises(TypeError, match="one of filename and fd"):
                 made.async_pwrite(buffer=values, **both)
+        os.unlink(folder / "data")  # the descriptor still has the file
+        assert made.async_pread(buffer=out[:2048], fd=fd) == made.async_pread(out[2048:], fd=fd, file_offset=8192) == 0
+        assert made.wait() == 2 and torch.equal(out, values)
+        assert made.sync_pread(out[:16], fd, 8192) == 1 and torch.equal(out[:16], values[2048:2064])
+        assert os.fstat(fd).st_size == values.nbytes
     finally:
         os.close(fd)
+    with pytest.raises(OSError, match=f"/proc/self/fd/{fd}"):
+        made.sync_pwrite(torch.ones(10), fd)
 
 
 def test_failures_name_the_file(made: aio_handle, tmp_path: Path) -> None:
@@ -207,11 +189,8 @@ def test_failures_name_the_file(made: aio_handle, tmp_path: Path) -> None:
     assert open_files() <= before
 
 
-def test_a_full_disk_is_told_by_wait(made: aio_handle, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
-    logger.addHandler(caplog.handler)
-    try:
+def test_a_full_disk_is_told_by_wait(made: aio_handle, tmp_path: Path) -> None:
+    with file_size_limit(MIB), logged() as lines:
         made.async_pwrite(torch.ones(MIB // 4), tmp_path / "fits")
         made.async_pwrite(torch.ones(MIB), tmp_path / "full")
         made.async_pwrite(torch.ones(MIB), tmp_path / "also full")
@@ -219,12 +198,9 @@ def test_a_full_disk_is_told_by_wait(made: aio_handle, tmp_path: Path, caplog: p
             made.wait()
         with pytest.raises(OSError, match="full"):
             made.write(torch.ones(MIB), tmp_path / "full")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        logger.removeHandler(caplog.handler)
     assert caught.value.errno == errno.EFBIG
     assert caught.value.filename == str(tmp_path / "full")
-    assert "also full" in caplog.text
+    assert any("also full" in line for line in lines)
     assert made.wait() == 0
     assert (tmp_path / "fits").stat().st_size == MIB
     assert made.sync_pwrite(torch.ones(MIB), tmp_path / "full") == 1
@@ -233,13 +209,8 @@ def test_a_full_disk_is_told_by_wait(made: aio_handle, tmp_path: Path, caplog: p
 def test_a_failed_write_cuts_nothing_off(made: aio_handle, tmp_path: Path) -> None:
     name = tmp_path / "data"
     name.write_bytes(b"x" * 3 * MIB)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
-    try:
-        with pytest.raises(OSError, match="data"):
-            made.write(torch.ones(MIB // 2), name)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with file_size_limit(MIB), pytest.raises(OSError, match="data"):
+        made.write(torch.ones(MIB // 2), name)
     assert name.stat().st_size == 3 * MIB
 
 
@@ -273,13 +244,8 @@ def test_locked_buffers(made: aio_handle, tmp_path: Path) -> None:
 @pytest.mark.skipif(get_accelerator().device_name() != "cpu", reason="the driver locks there")
 def test_locked_means_locked(made: aio_handle) -> None:
     def locked_kib() -> int:
-        return int(
-            next(
-                line.split()[1]
-                for line in Path("/proc/self/status").read_text().splitlines()
-                if line.startswith("VmLck")
-            )
-        )
+        (line,) = (row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith("VmLck"))
+        return int(line.split()[1])
 
     before = locked_kib()
     buffer = made.new_cpu_locked_tensor(MIB, torch.empty(0, dtype=torch.uint8))
@@ -289,20 +255,15 @@ def test_locked_means_locked(made: aio_handle) -> None:
     assert buffer.sum() == 0
 
 
-def test_refused_locking_is_one_line(
-    made: aio_handle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_refused_locking_is_one_line(made: aio_handle, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(memory: torch.Tensor) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(handle, "_lock", refuse)
-    logger.addHandler(caplog.handler)
-    try:
+    with logged() as lines:
         buffers = [made.new_cpu_locked_tensor(100, torch.ones(1)) for _ in range(3)]
-    finally:
-        logger.removeHandler(caplog.handler)
     assert not any(map(made.is_pinned, buffers))
-    assert caplog.text.count("ulimit -l") == 1
+    assert len(lines) == 1 and "ulimit -l" in lines[0]
 
 
 def test_closed(made: aio_handle, tmp_path: Path) -> None:
@@ -316,7 +277,7 @@ def test_closed(made: aio_handle, tmp_path: Path) -> None:
     assert (tmp_path / "data").stat().st_size == 20_000
 
 
-def test_collected_without_close(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_collected_without_close(tmp_path: Path) -> None:
     before = open_files()
     forgotten = aio_handle()
     for i in range(5):
@@ -325,19 +286,6 @@ def test_collected_without_close(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     gc.collect()
     assert open_files() <= before
     assert all((tmp_path / str(i)).read_bytes() == torch.full((1000,), float(i)).numpy().tobytes() for i in range(5))
-
-
-def test_the_end_of_the_process_finishes_what_is_queued(tmp_path: Path) -> None:
-    program = """
-        import sys, torch
-        from deepspeed.ops.aio import aio_handle
-        handle = aio_handle(block_size=4096)
-        for i in range(20):
-            handle.async_pwrite(torch.full((100_000,), float(i)), f"{sys.argv[1]}/{i}")
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
-    subprocess.run(command, check=True, timeout=100, cwd=ROOT)
-    assert [(tmp_path / str(i)).stat().st_size for i in range(20)] == [400_000] * 20
 
 
 def test_settings() -> None:

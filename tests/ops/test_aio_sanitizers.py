@@ -12,23 +12,15 @@ from tests.budget.source import ROOT
 
 GXX = shutil.which("g++") or shutil.which("clang++")
 pytestmark = [pytest.mark.skipif(GXX is None, reason="needs a C++ compiler"), pytest.mark.timeout(400)]
-FLAGS = ("-std=c++17", "-g", "-O1", "-pthread", "-fno-sanitize-recover=all")
+FLAGS = ("-std=c++17", "-g1", "-O1", "-pthread", "-fno-sanitize-recover=all")
 SANITIZERS = ("address,undefined", "thread")
 BACKENDS = {"io_uring": "1", "libaio": "2", "threads": "3"}
 
 
 def compile_with(sanitizers: str, sources: list[Path], target: Path) -> subprocess.CompletedProcess[str]:
     """Run the compiler."""
-    command = [
-        str(GXX),
-        *FLAGS,
-        f"-fsanitize={sanitizers}",
-        "-I",
-        str(ASYNC_IO.folder()),
-        *map(str, sources),
-        "-o",
-        str(target),
-    ]
+    into = ["-I", str(ASYNC_IO.folder()), *map(str, sources), "-o", str(target)]
+    command = [str(GXX), *FLAGS, f"-fsanitize={sanitizers}", *into]
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -23,8 +22,10 @@ from deepspeed.tools.bench import cli, common, io, tune
 from deepspeed.tools.bench.io import Load, Target
 from deepspeed.tools.bench.tune import SWEEP, Trial, best_of, with_block
 from tests.budget.source import ROOT
+from tests.harness.aio import KIB, MIB, refuse_direct
+from tests.harness.offload import file_size_limit
+from tests.harness.rows import for_each
 
-KIB, MIB = 1 << 10, 1 << 20
 SMALL = ["--io_size", "256K", "--block_size", "16K", "--queue_depth", "4"]
 TUNE_SMALL = ["--io_size", "64K", "--seconds", "0"]
 
@@ -43,21 +44,11 @@ def small_sweep(folder: Path) -> str:
 
 
 def test_sizes() -> None:
-    assert [common.size_of(text) for text in ("4096", "16K", "2m", "1G", "3MiB")] == [
-        4096,
-        16 * KIB,
-        2 * MIB,
-        1 << 30,
-        3 * MIB,
-    ]
+    sizes = {"4096": 4096, "16K": 16 * KIB, "2m": 2 * MIB, "1G": 1 << 30, "3MiB": 3 * MIB}
+    assert {text: common.size_of(text) for text in sizes} == sizes
     assert common.block_of("8M") == 8 * MIB
-    for read, text in (
-        (common.size_of, "0"),
-        (common.size_of, "-1"),
-        (common.size_of, "1.5X"),
-        (common.block_of, "1000"),
-        (count_of, "0"),
-    ):
+    wrong = [(common.size_of, text) for text in ("0", "-1", "1.5X")]
+    for read, text in (*wrong, (common.block_of, "1000"), (count_of, "0")):
         with pytest.raises(argparse.ArgumentTypeError, match=text):
             read(text)
 
@@ -77,24 +68,12 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], chosen: tuple
 
 
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = [
-        "--loops",
-        "2",
-        "--warmup_loops",
-        "1",
-        "--include_warmup_time",
-        "--sequential_requests",
-        "--backend",
-        "threads",
-    ]
-    assert cli.main(["io", "--folder", str(tmp_path), *SMALL, *options, "--threads", "3", "--json"]) == 0
+    options = ["--loops", "2", "--warmup_loops", "1", "--include_warmup_time", "--sequential_requests"]
+    options += ["--backend", "threads", "--threads", "3"]
+    assert cli.main(["io", "--folder", str(tmp_path), *SMALL, *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["io_size"], found["block_size"], found["queue_depth"], found["io_parallel"]) == (
-        256 * KIB,
-        16 * KIB,
-        1,
-        3,
-    )
+    settings = [found[name] for name in ("io_size", "block_size", "queue_depth", "io_parallel")]
+    assert settings == [256 * KIB, 16 * KIB, 1, 3]
     assert found["backend"] in ("threads", "python") and found["unit"] == "GB/s"
     for ways in found["results"].values():
         assert len(ways["engine"]["all"]) == len(ways["plain"]["all"]) == 3
@@ -127,14 +106,7 @@ def write_plainly(target: Target) -> None:
 
 
 def test_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    real = os.open
-
-    def refusing(path: str, flags: int, *more: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument", path)
-        return real(path, flags, *more)
-
-    monkeypatch.setattr(os, "open", refusing)
+    refuse_direct(monkeypatch)
     assert cli.ds_io(["--folder", str(tmp_path), *SMALL]) == 0
     assert "has no O_DIRECT" in capsys.readouterr().out
     assert cli.ds_nvme_tune(["--nvme_dir", str(tmp_path), *TUNE_SMALL, "--json"]) == 0
@@ -184,13 +156,9 @@ def test_a_folder_that_may_not_be_written(
 
 
 def test_no_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
-    try:
+    with file_size_limit(MIB):
         assert cli.ds_io(["--folder", str(tmp_path), "--io_size", "4M"]) == 2
         assert cli.ds_nvme_tune(["--nvme_dir", str(tmp_path), "--io_size", "4M"]) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert capsys.readouterr().err.count("ulimit -f") == 2
     assert not list(tmp_path.iterdir())
 
@@ -202,18 +170,17 @@ def test_bench_says_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no measurement 'all_reduce'" in capsys.readouterr().err
 
 
-@pytest.mark.in_make_test("ds_io-2-130", "ds_nvme_tune-2-130")
+@pytest.mark.in_make_test("ds_io-2-130")
 @pytest.mark.parametrize(
     ("ending", "status"),
     [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
 )
 @pytest.mark.parametrize("name", ["ds_io", "ds_nvme_tune"])
 def test_an_interrupted_run_leaves_no_file(tmp_path: Path, name: str, ending: signal.Signals, status: int) -> None:
-    endless = (
-        ["--folder", tmp_path, "--loops", "1000000"]
-        if name == "ds_io"
-        else ["--nvme_dir", tmp_path, "--seconds", "1000"]
-    )
+    endless = {
+        "ds_io": ["--folder", tmp_path, "--loops", "1000000"],
+        "ds_nvme_tune": ["--nvme_dir", tmp_path, "--seconds", "1000"],
+    }[name]
     with start(name, *endless, "--io_size", "1M") as process:
         until = time.monotonic() + 60
         while not _holds_a_file(process.pid, tmp_path):
@@ -310,7 +277,7 @@ def test_a_block_that_is_there_keeps_its_other_keys() -> None:
     assert with_block(after, Trial(Load(queue_depth=16), {}).block) == after
 
 
-@pytest.mark.parametrize(
+@for_each(
     "before",
     [
         "{}",
@@ -380,11 +347,8 @@ def test_the_best_is_the_cheapest_of_the_good() -> None:
     def trial(block: int, depth: int, write: list[float], read: list[float]) -> Trial:
         return Trial(Load(block, depth), {"write": write, "read": read})
 
-    fast, nearly, slow = (
-        trial(MIB, 128, [2.0], [3.0]),
-        trial(MIB, 32, [1.0, 1.97, 9.0], [3.0]),
-        trial(MIB, 1, [1.9], [2.9]),
-    )
+    fast, slow = trial(MIB, 128, [2.0], [3.0]), trial(MIB, 1, [1.9], [2.9])
+    nearly = trial(MIB, 32, [1.0, 1.97, 9.0], [3.0])
     assert best_of([fast, nearly, slow]) is nearly
     one_sided = trial(4096, 1, [1.0], [5.0])  # a fast read does not make up for a slow write
     assert best_of([one_sided, fast]) is fast

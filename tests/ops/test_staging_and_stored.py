@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import random
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +18,8 @@ from deepspeed.tier.aio import TransferError
 from deepspeed.tier.arena import ALIGN, aligned_empty
 from deepspeed.tier.drive import Drive, Stored
 from deepspeed.tier.staging import Staging
-from tests.harness.warm import Warm
+from tests.harness.offload import file_size_limit
+from tests.harness.rows import for_each
 
 LABEL = "zero_optimization.offload_param.nvme_path"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8)
@@ -52,7 +52,7 @@ def held_bytes(staging: Staging) -> int:
 # -- staging -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 100_000])
+@for_each("nbytes", [0, 1, 4095, 4096, 4097, 100_000])
 def test_buffers_are_aligned_and_large_enough(nbytes: int) -> None:
     buffer = Staging(2).take(nbytes)
     assert buffer.dtype == torch.uint8 and buffer.numel() >= nbytes
@@ -306,15 +306,6 @@ def test_reading_ahead_starts_what_there_is_room_for(make_drive: Callable[..., D
     assert torch.equal(out, a) and drive.read_bytes == before + 2 * numel * 4
 
 
-def test_a_drive_counts_the_bytes_it_moves(make_drive: Callable[..., Drive]) -> None:
-    drive = make_drive(staging=2)
-    stored = Stored(drive, 3000, torch.float32)
-    stored.put(torch.ones(3000)).wait()
-    stored.settle()
-    stored.get(torch.zeros(3000)).wait()
-    assert (drive.written_bytes, drive.read_bytes) == (12000, 12000)
-
-
 def test_a_write_after_reading_ahead_wins(make_drive: Callable[..., Drive]) -> None:
     stored = Stored(make_drive(staging=2), 3000, torch.float32)
     stored.put(torch.zeros(3000))
@@ -327,12 +318,16 @@ def test_a_write_after_reading_ahead_wins(make_drive: Callable[..., Drive]) -> N
 
 
 def test_values_of_another_dtype_are_converted(make_drive: Callable[..., Drive]) -> None:
-    stored = Stored(make_drive(), 5000, torch.bfloat16)
+    """What moves, and is counted, is in the width that is stored."""
+    drive = make_drive()
+    stored = Stored(drive, 5000, torch.bfloat16)
     values = torch.randn(5000, generator=torch.Generator().manual_seed(0))
     stored.put(values)
+    stored.settle()
     out = torch.zeros(5000, dtype=torch.float32)
     stored.get(out).wait()
     assert torch.equal(out, values.bfloat16().float())
+    assert (drive.written_bytes, drive.read_bytes) == (10_000, 10_000)
 
 
 def test_space_that_was_dropped_is_used_again(make_drive: Callable[..., Drive]) -> None:
@@ -491,31 +486,18 @@ def test_drives_that_nobody_closes_leak_no_descriptors(make_drive: Callable[...,
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-_WITHOUT_ROOM = """
-import resource, sys
-from deepspeed.tier.drive import Drive, Stored
-import torch
-drive = Drive(sys.argv[1], label="L", staging=2)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-small = Stored(drive, 1000, torch.float32)
-small.put(torch.ones(1000))
-try:
-    Stored(drive, 1 << 20, torch.float32)
-except OSError as error:
-    sys.stdout.write(f"{type(error).__name__}: {error}")
-out = torch.zeros(1000)
-small.get(out).wait()
-assert out.eq(1).all() and drive.used_bytes == 4096
-small.drop()
-assert drive.used_bytes == 0  # what was refused is not counted as in use
-"""
-
-
-def test_no_room_shows_when_space_is_reserved(tmp_path: Path, warm: Warm) -> None:
-    told = subprocess.run(
-        [warm.python, "-c", _WITHOUT_ROOM, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
-    ).stdout
-    assert "TransferError" in told and str(tmp_path) in told and "nvme_path" in told, told
+def test_no_room_shows_when_space_is_reserved(make_drive: Callable[..., Drive], tmp_path: Path) -> None:
+    drive = make_drive()
+    with file_size_limit(1 << 20):
+        small = Stored(drive, 1000, torch.float32)
+        small.put(torch.ones(1000))
+        with pytest.raises(TransferError, match=f"nvme_path.*{tmp_path}"):
+            Stored(drive, 1 << 20, torch.float32)
+        out = torch.zeros(1000)
+        small.get(out).wait()
+        assert out.eq(1).all() and drive.used_bytes == 4096
+        small.drop()
+        assert drive.used_bytes == 0  # what was refused is not counted as in use
 
 
 @pytest.mark.parametrize("backend", ["auto", "threads", "libaio", "io_uring"])

@@ -1,14 +1,9 @@
 """Small programs with a race planted in each, and the same programs in order: what is recorded has to show the one and
 not the other.
-
-python -m tests.sim.planted OUT.json     name -> what is said of [the planted one, the one in order], and by brute force
 """
 
-import json
-import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -366,10 +361,6 @@ def said_of(run: Program, *, planted: bool) -> tuple[list[str], int]:
     return [str(problem) for problem in recorder.order.problems], len(Conflicts(events).unordered())
 
 
-def main() -> None:
-    found = {name: [said_of(run, planted=planted) for planted in (True, False)] for name, run in PROGRAMS.items()}
-    Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+def raced() -> dict[str, list[tuple[list[str], int]]]:
+    """Name -> what is said of the planted one and of the one in order, and how many pairs brute force finds."""
+    return {name: [said_of(run, planted=planted) for planted in (True, False)] for name, run in PROGRAMS.items()}
