@@ -145,7 +145,7 @@ CASES: dict[str, dict[str, Any]] = {
     "reading-at-stage0": _config(0),
     "leaving": _config(3),
     "setting-on-drive": _config(3, dtype="fp32", offload_optimizer=_DRIVE, offload_param=_DRIVE_ALL),
-    "setting-on-host": _config(3, dtype="fp32", offload_optimizer=_CPU),
+    "setting-on-host": _config(2, dtype="fp32", offload_optimizer=_CPU),
     "stage2-optimizer-on-host-accumulated": _config(2, accumulation=2, offload_optimizer=_CPU),
     "hpz-parameters-on-host": _config(3, zero_hpz_partition_size=2, offload_param=_CPU),
     "hpz-accumulated": _config(3, accumulation=2, zero_hpz_partition_size=2),
