@@ -61,18 +61,16 @@ def _bad(lines: list[str]) -> list[str]:
     return [line for line in lines if "not finite" in line]
 
 
-def _poisoned(engine: Any, now: dict[str, bool], value: float) -> str:
+def poisoned(engine: Any, now: dict[str, bool], value: float) -> str:
     """Where ``now["bad"]`` rank 1 has a bad gradient of the parameter that is returned."""
-    name = "layers.1.0.weight"
-    if name not in dict(engine.module.named_parameters()):
-        name = [n for n, p in engine.module.named_parameters() if p.dim() == 2][1]
+    name = "layers.1.up.weight"
 
     def poison(grad: torch.Tensor) -> torch.Tensor:
         grad = grad.clone()
         grad.view(-1)[0] = value if now["bad"] and dist.get_rank() == 1 else grad.view(-1)[0]
         return grad
 
-    dict(engine.module.named_parameters())[name].register_hook(poison)
+    engine.module.get_parameter(name).register_hook(poison)
     return name
 
 
@@ -82,7 +80,7 @@ def trained(stage: int, config: dict[str, Any]) -> dict[str, Any]:
     schedule = config.get("schedule")
     settings = {key: value for key, value in config.items() if key != "schedule"}
     engine = start(case.build(), make_config(stage, **settings), lr_scheduler=schedule)
-    name, weights = _poisoned(engine, now, math.nan), []
+    name, weights = poisoned(engine, now, math.nan), []
     with logged() as lines:
         for number in range(STEPS):
             now["bad"] = number in BAD
@@ -159,7 +157,7 @@ def _loaded_behind(folder: str) -> tuple[list[float], list[float], int]:
     case, now = case_named("plain"), {"bad": False}
     with late():
         engine = start(case.build(), make_config(3, **DTYPES["bf16"] | SCHEDULES["WarmupLR"]))
-        _poisoned(engine, now, math.nan)
+        poisoned(engine, now, math.nan)
         train_step(engine, case, 0)
         train_step(engine, case, 1)
         engine.save_checkpoint(folder)
@@ -220,7 +218,7 @@ def _asked(question: str) -> tuple[object, int]:
     case, now = case_named("plain"), {"bad": False}
     with late() as reads:
         engine = start(case.build(), make_config(3, bf16={"enabled": True}))
-        _poisoned(engine, now, math.inf)
+        poisoned(engine, now, math.inf)
         train_step(engine, case, 0)
         now["bad"] = True
         train_step(engine, case, 1)
@@ -248,7 +246,7 @@ def _destroyed() -> list[str]:
     case = case_named("plain")
     with late(), logged() as lines:
         engine = start(case.build(), make_config(2))
-        _poisoned(engine, {"bad": True}, math.nan)
+        poisoned(engine, {"bad": True}, math.nan)
         train_step(engine, case, 0)
         engine.destroy()
     return _bad(lines)
@@ -298,7 +296,7 @@ def _with_a_hook(ranks: tuple[int, ...]) -> tuple[int, int, int]:
         calls.clear()
         with context as reads:
             engine = start(case.build(), make_config(1))
-            _poisoned(engine, now, math.nan)
+            poisoned(engine, now, math.nan)
             if dist.get_rank() in ranks:
                 engine.basic_optimizer.register_step_post_hook(lambda *_: calls.append(1))
             for number in range(3):

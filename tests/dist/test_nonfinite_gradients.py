@@ -4,12 +4,12 @@ import math
 from typing import Any
 
 import pytest
-import torch
 
 from deepspeed.errors import UsageError
 from deepspeed.tools.verify.grads import full_parameters
 from deepspeed.tools.verify.models import case_named
-from tests.dist.test_late_norm import late as late_norms
+from tests.dist.test_late_norm import late as late_norms, poisoned
+from tests.harness.lockstep import equal
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, make_config, start, train_step
@@ -17,46 +17,25 @@ from tests.harness.training import STAGES, make_config, start, train_step
 pytestmark = pytest.mark.timeout(60)
 
 
-def poisoned(stage: int, dtype: str, value: float) -> dict[str, object]:
-    case = case_named("plain")
+def left_out(stage: int, dtype: str, value: float) -> dict[str, Any]:
+    """Of three updates, the second of which is left out: what engine and log say of it."""
+    case, now = case_named("plain"), {"bad": False}
     extra = {} if dtype == "fp32" else {dtype: {"enabled": True}}
     engine = start(case.build(), make_config(stage, gradient_clipping=1.0, **extra))
-    name = "layers.1.0.weight" if "layers.1.0.weight" in dict(engine.module.named_parameters()) else None
-    name = name or [n for n, p in engine.module.named_parameters() if p.dim() == 2][1]
-    target = dict(engine.module.named_parameters())[name]
-    rank = torch.distributed.get_rank()
-    armed = {"now": False}
-
-    def poison(grad: torch.Tensor) -> torch.Tensor:
-        if armed["now"] and rank == 1:
-            grad = grad.clone()
-            grad.view(-1)[0] = value
-        return grad
-
-    target.register_hook(poison)
+    name = poisoned(engine, now, value)
     with logged() as lines:
         train_step(engine, case, 0)
         before = full_parameters(engine.module)
-        armed["now"] = True
+        now["bad"] = True
         train_step(engine, case, 1)
-        armed["now"] = False
-        after = full_parameters(engine.module)
-        state = (
-            engine.get_global_grad_norm(),
-            engine.skipped_steps,
-            engine.global_steps,
-            engine.optimizer.overflow,
-            engine.was_step_applied(),
-        )
+        now["bad"] = False
+        found: dict[str, Any] = {"name": name, "unchanged": equal(before, full_parameters(engine.module))}
+        counts = engine.skipped_steps, engine.global_steps, engine.optimizer.overflow, engine.was_step_applied()
+        found["state"] = (engine.get_global_grad_norm(), *counts)
         train_step(engine, case, 2)
-    unchanged = all(torch.equal(before[k], after[k]) for k in before)
-    return {
-        "name": name,
-        "lines": lines,
-        "state": state,
-        "unchanged": unchanged,
-        "norm": engine.get_global_grad_norm(),
-    }
+    found |= {"lines": lines, "norm": engine.get_global_grad_norm()}
+    engine.destroy()
+    return found
 
 
 @pytest.mark.in_make_test("0-fp32-nan", "1-bf16-inf", "2-fp32-inf", "3-bf16-nan")
@@ -64,7 +43,7 @@ def poisoned(stage: int, dtype: str, value: float) -> dict[str, object]:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_log_names_parameter_rank_and_step(pool2: RankPool, stage: int, dtype: str, value: float) -> None:
-    first, second = pool2.run(poisoned, stage, dtype, value)
+    first, second = pool2.run(left_out, stage, dtype, value)
     for seen in (first, second):
         assert seen["unchanged"]
         assert seen["state"] == (math.inf, 1, 2, True, False)
@@ -81,14 +60,8 @@ def skipped_on_and_on(
     case = case_named("plain")
     block = {"nonfinite_updates": limit}
     engine = start(case.build(), make_config(stage, anomalies=block, **config))
-    name = "layers.1.0.weight" if "layers.1.0.weight" in dict(engine.module.named_parameters()) else None
-    name = name or [n for n, p in engine.module.named_parameters() if p.dim() == 2][1]
     now = {"bad": False}
-
-    def poison(grad: torch.Tensor) -> torch.Tensor:
-        return grad * math.nan if now["bad"] and torch.distributed.get_rank() == 1 else grad
-
-    dict(engine.module.named_parameters())[name].register_hook(poison)
+    name = poisoned(engine, now, math.nan)
     ends = list[str]()
     for number in range(10):
         now["bad"] = number not in good
