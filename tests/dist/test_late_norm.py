@@ -204,6 +204,7 @@ def _with_an_empty_one(stage: int) -> tuple[list[float], list[str]]:
     return losses[::2], _bad(lines)
 
 
+@pytest.mark.in_make_test("1", "3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_parameter_without_elements_is_finite(pool2: RankPool, stage: int) -> None:
     """As a device looks at the gradients, parameter by parameter."""
