@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from deepspeed.accelerator.device import Accelerator
 from deepspeed.errors import DeepSpeedConfigError
@@ -36,9 +35,9 @@ from tests.harness.offload import (
     compare,
     descriptors,
     differences,
+    differs_from,
     engine_for,
     open_files,
-    snapshot,
     train,
     variants,
 )
@@ -108,12 +107,6 @@ def test_a_drive_that_holds_nothing_takes_no_space(tmp_path: Path) -> None:
     empty.close()
 
 
-def differs(trained: dict[str, Tensor], engine: Any) -> list[str]:
-    """What the engine has in other bits than a training had at its end. Collective."""
-    found = snapshot(engine)
-    return differences({name: trained[name] for name in found}, found)
-
-
 def folder_vanishes(folder: str) -> list[str]:
     """The folder is removed between two steps."""
     case = CASES["wide"]()
@@ -125,7 +118,7 @@ def folder_vanishes(folder: str) -> list[str]:
     assert not os.path.exists(f"{folder}/sub")
     train_step(engine, case, 1)
     train_step(engine, case, 2)
-    bad = differs(wanted, engine)
+    bad = differs_from(wanted, engine)
     engine.destroy()
     return bad
 
@@ -232,7 +225,7 @@ def beside_a_killed_job(folder: str, python: str) -> list[str]:
     for step in range(4, STEPS):
         train_step(third, case, step)
         train_step(engine, case, step)
-    bad += differs(wanted, engine)
+    bad += differs_from(wanted, engine)
     third.destroy()
     engine.destroy()
     return bad
@@ -379,7 +372,7 @@ def tight_limits(folder: str) -> list[str]:
                 bad.append(f"limit {limit}: gradients on the drive {on_drive}, planned {engine.memory_plan().host}")
             for step in range(3):
                 train_step(engine, case, step)
-            bad += differs(wanted, engine)
+            bad += differs_from(wanted, engine)
             engine.destroy()
     return bad
 

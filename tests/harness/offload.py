@@ -286,6 +286,12 @@ def differences(wanted: dict[str, Tensor], found: dict[str, Tensor], where: str 
     return [f"{where}{name}" for name in names if name not in both or not same(wanted[name], found[name])]
 
 
+def differs_from(trained: dict[str, Tensor], engine: Any, where: str = "") -> list[str]:
+    """What ``engine`` has now in other bits than a training had at its end. Collective."""
+    found = snapshot(engine)
+    return differences({name: trained[name] for name in found if name in trained}, found, where)
+
+
 def check(results: list[list[str]]) -> None:
     assert not any(results), "\n".join(f"rank {rank} {line}" for rank, lines in enumerate(results) for line in lines)
 
