@@ -6,6 +6,7 @@ w_{t+1} = m_t from the first delayed update on, m_{t+1} before it, and after wha
 
 import contextlib
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,9 +20,9 @@ from deepspeed.tools.verify.reference import GATE_ADAM
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from deepspeed.zero import GatheredParameters
 from tests.dist.test_update_behind import behind, held_back
-from tests.harness.offload import CASES, CPU, PRECISION, same, snapshot
+from tests.harness.offload import CASES, CPU, PRECISION, differences, snapshot, started
 from tests.harness.pool import RankPool
-from tests.harness.training import here, make_config, outcome, start, train_step
+from tests.harness.training import here, outcome, train_step
 
 STEPS = 7
 DELAYED = {**CPU, "delayed_update": True}
@@ -55,9 +56,7 @@ def reference(*, world: int, warm_up: int, clip: float, drains: Collection[int])
 
 def delayed_engine(stage: int, *, offload: dict[str, Any] | None = None, **config: Any) -> Any:
     """With the fp32 model of ``reference``."""
-    case = CASES["wide_accumulation"]()
-    options = {"gradient_accumulation_steps": case.accumulation, **config}
-    return start(case.build().train(), make_config(stage, zero={"offload_optimizer": offload or DELAYED}, **options))
+    return started(stage, {"offload_optimizer": offload or DELAYED}, "wide_accumulation", **config)
 
 
 def against_reference(stage: int, warm_up: int, clip: float, drains: tuple[int, ...]) -> list[float]:
@@ -106,13 +105,13 @@ def resumed(folder: str, precision: str) -> list[str]:
         engine.eval()
         found.append({**snapshot(engine), "losses": torch.tensor(losses)})
         engine.destroy()
-    return [name for name in found[0] if not same(found[0][name], found[1][name])]
+    return differences(*found)
 
 
 @pytest.mark.in_make_test("fp16")
 @pytest.mark.parametrize("precision", PRECISION)
 def test_a_save_brings_all_up_to_date_and_training_goes_on_from_it_bit_for_bit(
-    pool2: RankPool, tmp_path: Any, precision: str
+    pool2: RankPool, tmp_path: Path, precision: str
 ) -> None:
     assert pool2.run(resumed, str(tmp_path), precision) == [[], []]
 
@@ -128,6 +127,7 @@ def ended(stage: int) -> float:
     return max(float((param - masters[name]).abs().max()) for name, param in model.named_parameters())
 
 
+@pytest.mark.in_make_test("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_end_of_an_engine_leaves_the_weights_of_its_last_update(pool2: RankPool, stage: int) -> None:
     assert pool2.run(ended, stage) == [0.0, 0.0]
@@ -146,9 +146,9 @@ def overflowed() -> list[str]:
                 engine.step()
             assert not engine.was_step_applied()
         engine.eval()
-        found.append({k: v for k, v in snapshot(engine).items()})
+        found.append(snapshot(engine))
         engine.destroy()
-    return [name for name in found[0] if not same(found[0][name], found[1].get(name, torch.empty(0)))]
+    return differences(*found)
 
 
 def test_an_overflow_between_two_updates(pool2: RankPool) -> None:
@@ -156,18 +156,22 @@ def test_an_overflow_between_two_updates(pool2: RankPool) -> None:
 
 
 # -- in a thread -----------------------------------------------------------------------------------------------------
-def trained(precision: str, stage: int, *, look: bool) -> dict[str, Tensor]:
-    """States after some steps; with ``look`` masters and slots are read, and one is written, while updates go on."""
+LOOKS = 4  # from this step on
+
+
+def trained(precision: str, stage: int) -> dict[str, Tensor]:
+    """States after some steps, behind the later of which masters and slots are read, and one is written, while updates
+    go on.
+    """
     case = CASES["wide_accumulation"]()
     engine = delayed_engine(stage, **PRECISION[precision], **{"gradient_clipping": 0.05})
     weight, seen = engine.module.inp.weight, []
     for step in range(STEPS):
         train_step(engine, case, step)
-        if look:
-            slot = safe_get_full_optimizer_state(weight, "exp_avg")  # None before a first update that is not skipped
-            seen += [safe_get_full_fp32_param(weight), torch.zeros(1) if slot is None else slot]
-        if look and step == 3:
-            safe_set_full_fp32_param(weight, torch.full_like(seen[-2], 0.25))
+        if step >= LOOKS:
+            seen += [safe_get_full_fp32_param(weight), safe_get_full_optimizer_state(weight, "exp_avg")]
+        if step == LOOKS:
+            safe_set_full_fp32_param(weight, torch.full_like(seen[0], 0.25))
     engine.eval()
     found = {**snapshot(engine), **{f"seen {i}": value for i, value in enumerate(seen)}}
     engine.destroy()
@@ -176,14 +180,10 @@ def trained(precision: str, stage: int, *, look: bool) -> dict[str, Tensor]:
 
 def in_a_thread(precision: str, stage: int) -> list[str]:
     """What differs from updates that the program waits for. Collective."""
-    bad = []
-    for look in (False, True):
-        wanted = trained(precision, stage, look=look)
-        with behind() as turns:
-            found = trained(precision, stage, look=look)
-        bad += [f"{look}: {k}" for k in wanted.keys() | found.keys() if k not in found or not same(wanted[k], found[k])]
-        bad += [] if turns else ["nothing was done behind"]
-    return bad
+    wanted = trained(precision, stage)
+    with behind() as turns:
+        found = trained(precision, stage)
+    return differences(wanted, found) + ([] if turns else ["nothing was done behind"])
 
 
 @pytest.mark.in_make_test("bf16-2")
@@ -196,7 +196,7 @@ def waited_in_forward() -> list[bool]:
     """Whether the updates of a step had ended after the forward and backward of the next."""
     case, ended = CASES["wide"](), []
     with held_back() as turns:
-        engine = start(case.build().train(), make_config(3, zero={"offload_optimizer": DELAYED}))
+        engine = started(3, {"offload_optimizer": DELAYED})
         for step in range(3):
             (loss,) = case.seeded_loss(engine, here(step))
             engine.backward(loss)
@@ -228,8 +228,7 @@ def watched(precision: str) -> list[str]:
         found.append(snapshot(engine))
         rank = engine.global_rank
         engine.destroy()
-    bad = [name for name in found[0] if not same(found[0][name], found[1][name])]
-    return bad + ([f"seen: {seen}"] if rank == 0 and (not seen or any(map(any, seen))) else [])
+    return differences(*found) + ([f"seen: {seen}"] if rank == 0 and (not seen or any(map(any, seen))) else [])
 
 
 @pytest.mark.in_make_test("fp32")
@@ -259,91 +258,38 @@ def test_what_saves_or_edits_whole_weights_has_the_last_update(pool2: RankPool) 
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------
-def failed_alone(way: str, door: str, folder: str, stage: int, offload: dict[str, Any]) -> list[str]:
-    """A kernel fails on the second rank in the second update: what this rank hears at ``door``, and at the end."""
-    case = CASES["wide"]()
-    with behind() if way == "thread" else contextlib.nullcontext():
-        zero = {"offload_optimizer": offload, "stage3_gather_16bit_weights_on_model_save": True}
-        engine = start(case.build().train(), make_config(stage, zero=zero))
+def failed_in_the_program(door: str, folder: str, stage: int, offload: dict[str, Any]) -> list[str]:
+    """A kernel fails on the second rank in the second update, which the program waits for: what this rank hears in that
+    step, and then in the next or in a save. Collective.
+    """
+    patience = mock.patch("deepspeed.zero.sync.failures._PATIENCE_S", 0.5)
+    with patience if door == "save" else contextlib.nullcontext():
+        engine, case = started(stage, {"offload_optimizer": offload}), CASES["wide"]()
         train_step(engine, case, 0)
         engine.runtime.update.wait()
-        update = type(engine.basic_optimizer)._update_group
-        if engine.global_rank == 1:
-            type(engine.basic_optimizer)._update_group = _raise
-        said = outcome(lambda: train_step(engine, case, 1))
-        if engine.runtime.worker is not None and engine.runtime.worker._last is not None:
-            engine.runtime.worker._last._ended.wait()
-        type(engine.basic_optimizer)._update_group = update
-        doors = {
-            "step": lambda: train_step(engine, case, 2),
-            "eval": lambda: engine.eval(),
-            "destroy": lambda: engine.destroy(),
-            "save": lambda: engine.save_checkpoint(folder),
-            "stream": lambda: engine.stream_weights(),
-            "pretrained": lambda: engine.save_pretrained(folder),
-            "16 bit": lambda: engine.save_16bit_model(folder),
-            "unsharded": lambda: engine.unsharded().__enter__(),
-            "edit": lambda: GatheredParameters(engine.module.parameters(), modifier_rank=0).__enter__(),
-            "load": lambda: engine.load_module_state_dict(case.build().state_dict()),
-        }
-        heard = [said, outcome(doors[door])]
-        if door not in ("step", "destroy"):
-            heard.append(outcome(lambda: train_step(engine, case, 2)))
+        fails = mock.patch.object(type(engine.basic_optimizer), "_update_group", side_effect=ArithmeticError("planted"))
+        with fails if engine.global_rank == 1 else contextlib.nullcontext():
+            heard = [outcome(lambda: train_step(engine, case, 1))]
+        doors = {"step": lambda: train_step(engine, case, 2), "save": lambda: engine.save_checkpoint(folder)}
+        heard.append(outcome(doors[door]))
         outcome(engine.destroy)
     return heard
 
 
-def _raise(*_: Any) -> None:
-    raise ArithmeticError("planted")
-
-
-WHOLE = ("save", "stream", "pretrained", "16 bit", "unsharded", "edit", "load")
-
-
-@pytest.mark.in_make_test(
-    "thread-step-2-offload0",
-    "thread-eval-2-offload1",
-    "thread-destroy-2-offload2",
-    "program-step-2-offload3",
-    "thread-stream-3-offload5",
-    "thread-save-3-offload11",
-    "thread-stream-3-offload12",
-    "thread-save-2-offload18",
-)
-@pytest.mark.parametrize(
-    ("way", "door", "stage", "offload"),
-    [
-        ("thread", "step", 2, DELAYED),
-        ("thread", "eval", 2, DELAYED),
-        ("thread", "destroy", 2, DELAYED),
-        ("program", "step", 2, DELAYED),
-        *(("thread", door, 3, DELAYED) for door in WHOLE),
-        *(("thread", door, 3, CPU) for door in WHOLE),
-        ("thread", "save", 2, DELAYED),
-    ],
-)
-def test_one_rank_that_fails_ends_all_with_its_name(
-    pool2: RankPool, tmp_path: Any, way: str, door: str, stage: int, offload: dict[str, Any]
-) -> None:
-    other, own = pool2.run(failed_alone, way, door, str(tmp_path), stage, offload, time_limit=40)
+def test_one_rank_that_fails_ends_all_with_its_name(pool2: RankPool, tmp_path: Path) -> None:
+    """In a thread, and at every other door: test_failed_late_update.py."""
+    other, own = pool2.run(failed_in_the_program, "step", str(tmp_path), 2, DELAYED, time_limit=40)
     assert "planted" in own[0] + own[1], own
     assert "rank 1" in other[1] and "planted" in other[1], (other, own)
-    assert "planted" in own[-1] and "rank 1" in other[-1], "goes on"
-
-
-def failed_before_a_save(folder: str, stage: int, offload: dict[str, Any]) -> list[str]:
-    """The same where the program itself updates: the first rank goes on to a save."""
-    with mock.patch("deepspeed.zero.sync.failures._PATIENCE_S", 0.5):
-        return failed_alone("program", "save", folder, stage, offload)
 
 
 @pytest.mark.parametrize(
     ("stage", "offload"), [(2, CPU), *(pytest.param(s, DELAYED, marks=pytest.mark.exhaustive) for s in (1, 3))]
 )
 def test_a_save_by_the_others_names_the_rank_whose_update_has_failed(
-    pool2: RankPool, tmp_path: Any, stage: int, offload: dict[str, Any]
+    pool2: RankPool, tmp_path: Path, stage: int, offload: dict[str, Any]
 ) -> None:
-    other, own = pool2.run(failed_before_a_save, str(tmp_path), stage, offload, time_limit=40)
+    other, own = pool2.run(failed_in_the_program, "save", str(tmp_path), stage, offload, time_limit=40)
     assert "planted" in own[0], own
     assert "rank 1 failed: ArithmeticError: planted" in other[1], other
     pool2.close(at_once=True)  # their connections are closed
@@ -371,10 +317,11 @@ def second_backwards(stage: int) -> list[str]:
         wanted = twice(stage, offload)
         with behind(0.02):
             found = twice(stage, offload)
-        bad += [f"{name}: {key}" for key in wanted if not same(wanted[key], found[key])]
+        bad += differences(wanted, found, f"{name}: ")
     return bad
 
 
+@pytest.mark.in_make_test("2")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_second_backward_through_a_graph_from_before_the_step(pool1: RankPool, stage: int) -> None:
     assert pool1.run(second_backwards, stage) == [[]]
