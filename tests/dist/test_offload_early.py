@@ -92,8 +92,8 @@ Loop = Callable[[Any, Any], list[float]]
 
 
 def both(stage: int, precision: str, clip: float, loop: Loop = plainly, case: str = CASE, **slow: Any) -> Any:
-    """What differs from updates at once, and what was seen of those that began early, ``slow`` ones as ``watched`` makes
-    them. Collective.
+    """What differs from updates at once, and what was seen of those that began early, ``slow`` as ``watched`` has it.
+    Collective.
     """
     found = []
     for early in (False, True):
