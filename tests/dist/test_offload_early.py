@@ -29,7 +29,7 @@ from deepspeed.utils import (
 from deepspeed.zero.update.speculative import EarlyUpdate
 from tests.dist.test_offload_parity import interrupted
 from tests.dist.test_update_behind import behind
-from tests.harness.offload import CASES, CPU, PRECISION, differences, snapshot, started
+from tests.harness.offload import CASES, CPU, PRECISION, Plan, Variant, differences, started, train
 from tests.harness.pool import RankPool
 from tests.harness.training import here, train_step
 
@@ -42,7 +42,7 @@ CASE, STEPS = "wide_accumulation", 5
 
 
 class Seen:
-    """What has become of the updates that began early."""
+    """Counts of what has become of the updates that began early."""
 
     def __init__(self) -> None:
         self.begun = self.taken = self.redone = self.forgotten = 0
@@ -78,10 +78,11 @@ def watched(*, delay_s: float = 0.0, finished: bool = True) -> Iterator[Seen]:
         yield seen
 
 
-def engine_of(stage: int, precision: str, *, early: bool, case: str = "wide", **config: Any) -> Any:
-    # several units at every stage
-    zero = {"offload_optimizer": EARLY if early else CPU, "reduce_bucket_size": 5000}
-    return started(stage, zero, case, **PRECISION[precision], **config)
+SEVERAL_UNITS = {"reduce_bucket_size": 5000}  # at every stage
+
+
+def early_engine(stage: int) -> Any:
+    return started(stage, {"offload_optimizer": EARLY, **SEVERAL_UNITS}, **PRECISION["bf16"])
 
 
 def plainly(engine: Any, case: Any) -> list[float]:
@@ -95,14 +96,12 @@ def both(stage: int, precision: str, clip: float, loop: Loop = plainly, case: st
     """What differs from updates at once, and what was seen of those that began early, ``slow`` as ``watched`` has it.
     Collective.
     """
-    found = []
-    for early in (False, True):
-        with watched(**slow) if early else contextlib.nullcontext(Seen()) as seen:
-            engine = engine_of(stage, precision, early=early, case=case, gradient_clipping=clip)
-            losses = loop(engine, CASES[case]())
-            found.append({**snapshot(engine), "losses": torch.tensor(losses)})
-            engine.destroy()
-    return differences(*found), vars(seen)
+    config = {**PRECISION[precision], "gradient_clipping": clip, "zero": SEVERAL_UNITS}
+    plan = Plan(case, stage, config, loop=loop)
+    wanted = train(plan, Variant({"offload_optimizer": CPU}))
+    with watched(**slow) as seen:
+        found = train(plan, Variant({"offload_optimizer": EARLY}))
+    return differences(wanted, found), vars(seen)
 
 
 @pytest.mark.in_make_test("3-bf16-0.0", "3-fp16-1000.0")
@@ -256,7 +255,7 @@ def test_a_failure_of_one_rank_leaves_the_batch_undone_on_both(pool2: RankPool, 
 def dropped(stage: int) -> list[str]:
     """What is left of an engine that ends when updates have begun, are slow, and wait for a step."""
     with watched(delay_s=0.05, finished=False) as seen:
-        engine, case = engine_of(stage, "bf16", early=True), CASES["wide"]()
+        engine, case = early_engine(stage), CASES["wide"]()
         for step in range(2):
             train_step(engine, case, step)
         (loss,) = case.seeded_loss(engine, here(2))
@@ -288,7 +287,7 @@ def local_masters() -> list[bool]:
     """Of what a client has read of every master: whether it still is of that step when the places have changed."""
     case = CASES["wide"]()
     with watched() as seen:
-        engine = engine_of(2, "bf16", early=True)
+        engine = early_engine(2)
         for step in range(2):
             train_step(engine, case, step)
         read = [safe_get_local_fp32_param(param) for param in engine.module.parameters()]
@@ -307,7 +306,7 @@ def kept(folder: str) -> list[bool]:
     """Of a save between backward and step: whether it has the states from before the step."""
     case = CASES["wide"]()
     with watched() as seen:
-        engine = engine_of(2, "bf16", early=True)
+        engine = early_engine(2)
         for step in range(3):
             train_step(engine, case, step)
         weight = engine.module.inp.weight
