@@ -130,6 +130,15 @@ def run_loop(name: str, stage: int) -> Errors:
     return errors
 
 
+@pytest.mark.in_make_test(
+    "by_hand-1",
+    "unmanaged-3",
+    "boundary-3",
+    "coalesced-2",
+    "submodules-3",
+    "divided-0",
+    "every_other_plainly-3",
+)
 @pytest.mark.parametrize(
     ("name", "stage"), [(name, stage) for name in LOOPS for stage in STAGES if stage or name != "coalesced"]
 )
