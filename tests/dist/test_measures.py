@@ -200,7 +200,7 @@ def odd_layers(stage: int, **config: Any) -> list[str]:
 
     def run() -> None:
         engine = start(OddLayers(), make_config(stage, **config))
-        looks = bool(engine.runtime.events) or engine.update_metrics.wanted
+        looks = bool(engine.runtime.events or engine.update_metrics.wanted)
         assert looks is config["anomalies"].get("enabled", True)
         for step in range(6):
             tokens = torch.randint(3, (4, 5), generator=torch.Generator().manual_seed(step))

@@ -7,35 +7,31 @@ import pytest
 
 from deepspeed.errors import UsageError
 from deepspeed.tools.verify.grads import full_parameters
-from deepspeed.tools.verify.models import case_named
-from tests.dist.test_late_norm import late as late_norms, poisoned
+from tests.dist.test_late_norm import Poisoned, late as late_norms
 from tests.harness.lockstep import equal
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
-from tests.harness.training import STAGES, make_config, start, train_step
+from tests.harness.training import STAGES
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def left_out(stage: int, dtype: str, value: float) -> dict[str, Any]:
     """Of three updates, the second of which is left out: what engine and log say of it."""
-    case, now = case_named("plain"), {"bad": False}
     extra = {} if dtype == "fp32" else {dtype: {"enabled": True}}
-    engine = start(case.build(), make_config(stage, gradient_clipping=1.0, **extra))
-    name = poisoned(engine, now, value)
+    job = Poisoned(stage, [1], value, gradient_clipping=1.0, **extra)
+    engine = job.engine
     with logged() as lines:
-        train_step(engine, case, 0)
+        job.update(0)
         before = full_parameters(engine.module)
-        now["bad"] = True
-        train_step(engine, case, 1)
-        now["bad"] = False
-        found: dict[str, Any] = {"name": name, "unchanged": equal(before, full_parameters(engine.module))}
+        job.update(1)
+        unchanged = equal(before, full_parameters(engine.module))
         counts = engine.skipped_steps, engine.global_steps, engine.optimizer.overflow, engine.was_step_applied()
-        found["state"] = (engine.get_global_grad_norm(), *counts)
-        train_step(engine, case, 2)
-    found |= {"lines": lines, "norm": engine.get_global_grad_norm()}
+        state = (engine.get_global_grad_norm(), *counts)
+        job.update(2)
+    norm = engine.get_global_grad_norm()
     engine.destroy()
-    return found
+    return {"unchanged": unchanged, "state": state, "lines": lines, "norm": norm}
 
 
 @pytest.mark.in_make_test("0-fp32-nan", "1-bf16-inf", "2-fp32-inf", "3-bf16-nan")
@@ -50,38 +46,32 @@ def test_the_log_names_parameter_rank_and_step(pool2: RankPool, stage: int, dtyp
         assert math.isfinite(seen["norm"])
     said = [line for line in first["lines"] if "not finite" in line]
     assert len(said) == 1
-    assert first["name"] in said[0] and "rank 1" in said[0] and "step 2" in said[0], said[0]
+    assert Poisoned.name in said[0] and "rank 1" in said[0] and "step 2" in said[0], said[0]
 
 
-def skipped_on_and_on(
-    stage: int, limit: int, good: tuple[int, ...], config: dict[str, object]
-) -> tuple[str, list[str]]:
+def skipped_on_and_on(stage: int, limit: int, good: tuple[int, ...], config: dict[str, object]) -> list[str]:
     """Up to ten updates, with bad gradients of rank 1 in all but ``good``; where the job ends, and how."""
-    case = case_named("plain")
-    block = {"nonfinite_updates": limit}
-    engine = start(case.build(), make_config(stage, anomalies=block, **config))
-    now = {"bad": False}
-    name = poisoned(engine, now, math.nan)
-    ends = list[str]()
+    bad = set(range(10)) - set(good)
+    job, ends = Poisoned(stage, bad, anomalies={"nonfinite_updates": limit}, **config), list[str]()
     for number in range(10):
-        now["bad"] = number not in good
         try:
-            train_step(engine, case, number)
+            job.update(number)
         except UsageError as error:
             ends.append(f"update {number}: {error}")
             break
-    engine.destroy()
-    return name, ends
+    job.engine.destroy()
+    return ends
 
 
+@pytest.mark.in_make_test("1-at once", "3-late")
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_row_of_skipped_updates_ends_the_job_on_all_ranks(pool2: RankPool, stage: int, late: bool) -> None:  # noqa: FBT001
     ranks = pool2.run(behind if late else skipped_on_and_on, stage, 3, (0, 3), {"bf16": {"enabled": True}})
-    assert ranks[0] == ranks[1]
-    name, ends = ranks[0]
+    ends, others = ranks
+    assert ends == others
     assert len(ends) == 1 and ends[0].startswith("update 6: 3 updates in a row were skipped"), ends
-    assert f"since step 5, when the gradient of {name} was" in ends[0] and "nonfinite_updates" in ends[0], ends
+    assert f"since step 5, when the gradient of {Poisoned.name} was" in ends[0] and "nonfinite_updates" in ends[0], ends
 
 
 def behind(*args: Any) -> Any:
@@ -96,4 +86,4 @@ def behind(*args: Any) -> Any:
     ids=["off", "no row", "adaptive scale"],
 )
 def test_other_jobs_go_on(pool2: RankPool, limit: int, good: tuple[int, ...], config: dict[str, object]) -> None:
-    assert [ends for _, ends in pool2.run(skipped_on_and_on, 2, limit, good, config)] == [[], []]
+    assert pool2.run(skipped_on_and_on, 2, limit, good, config) == [[], []]
