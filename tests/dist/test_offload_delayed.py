@@ -6,6 +6,7 @@ w_{t+1} = m_t from the first delayed update on, m_{t+1} before it, and after wha
 
 import contextlib
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,11 +21,20 @@ from deepspeed.tools.verify.reference import GATE_ADAM
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from deepspeed.zero import GatheredParameters
 from tests.dist.test_update_behind import behind, held_back
-from tests.harness.offload import CASES, CPU, PRECISION, differences, snapshot, started
+from tests.harness.offload import (
+    CASES,
+    CPU,
+    PRECISION,
+    at_the_end,
+    differences,
+    differs_resumed,
+    plain_steps,
+    started,
+)
 from tests.harness.pool import RankPool
 from tests.harness.training import here, outcome, train_step
 
-STEPS = 7
+CASE, STEPS = "wide_accumulation", 7
 DELAYED = {**CPU, "delayed_update": True}
 
 
@@ -32,7 +42,7 @@ def reference(*, world: int, warm_up: int, clip: float, drains: Collection[int])
     """The masters, and the weights of the next forward, after ``STEPS`` steps by the rule above. ``drains``: after
     these steps (from 0) somebody brought the weights up to date.
     """
-    case = CASES["wide_accumulation"]()
+    case = CASES[CASE]()
     model = case.build().train()
     masters = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, **GATE_ADAM)
@@ -56,13 +66,13 @@ def reference(*, world: int, warm_up: int, clip: float, drains: Collection[int])
 
 def delayed_engine(stage: int, *, offload: dict[str, Any] | None = None, **config: Any) -> Any:
     """With the fp32 model of ``reference``."""
-    return started(stage, {"offload_optimizer": offload or DELAYED}, "wide_accumulation", **config)
+    return started(stage, {"offload_optimizer": offload or DELAYED}, CASE, **config)
 
 
 def against_reference(stage: int, warm_up: int, clip: float, drains: tuple[int, ...]) -> list[float]:
     """Largest errors of the weights before and after they are brought up to date. Collective."""
     engine = delayed_engine(stage, offload={**DELAYED, "delayed_update_warm_up": warm_up}, gradient_clipping=clip)
-    case = CASES["wide_accumulation"]()
+    case = CASES[CASE]()
     for step in range(STEPS):
         train_step(engine, case, step)
         if step in drains:
@@ -91,21 +101,9 @@ def test_it_is_the_rule_with_plain_torch(
 
 def resumed(folder: str, precision: str) -> list[str]:
     """What differs after a save in the middle between going on and starting from it. Collective."""
-    case, found = CASES["wide_accumulation"](), []
     offload = {**DELAYED, "delayed_update_warm_up": 2}
-    engine = delayed_engine(3, offload=offload, **PRECISION[precision])
-    for step in range(3):
-        train_step(engine, case, step)
-    engine.save_checkpoint(folder)
-    for again in (False, True):
-        if again:
-            engine = delayed_engine(3, offload=offload, **PRECISION[precision])
-            engine.load_checkpoint(folder)
-        losses = [loss for step in range(3, STEPS) for loss in train_step(engine, case, step)]
-        engine.eval()
-        found.append({**snapshot(engine), "losses": torch.tensor(losses)})
-        engine.destroy()
-    return differences(*found)
+    make = partial(delayed_engine, 3, offload=offload, **PRECISION[precision])
+    return differs_resumed(make, CASE, 3, STEPS, folder)
 
 
 @pytest.mark.in_make_test("fp16")
@@ -118,9 +116,8 @@ def test_a_save_brings_all_up_to_date_and_training_goes_on_from_it_bit_for_bit(
 
 def ended(stage: int) -> float:
     """How far the weights of a model whose engine has ended are from the last masters. Collective."""
-    engine, case = delayed_engine(stage), CASES["wide_accumulation"]()
-    for step in range(3):
-        train_step(engine, case, step)
+    engine = delayed_engine(stage)
+    plain_steps(engine, CASE, 0, 3)
     model = engine.module
     masters = {name: safe_get_full_fp32_param(param) for name, param in model.named_parameters()}
     engine.destroy()
@@ -135,19 +132,16 @@ def test_the_end_of_an_engine_leaves_the_weights_of_its_last_update(pool2: RankP
 
 def overflowed() -> list[str]:
     """A step whose gradients are not finite changes no master, and the update before it is published. Collective."""
-    case, found = CASES["wide_accumulation"](), []
+    case, found = CASES[CASE](), []
     for bad in (False, True):
-        engine = delayed_engine(2, **PRECISION["bf16"], **{"gradient_clipping": 0.0})
-        for step in range(3):
-            train_step(engine, case, step)
+        engine = delayed_engine(2, **PRECISION["bf16"])
+        plain_steps(engine, CASE, 0, 3)
         if bad:
             for _micro in range(case.accumulation):
                 engine.backward(engine(torch.full((2, IN_FEATURES), float("inf"), dtype=torch.bfloat16)).sum())
                 engine.step()
             assert not engine.was_step_applied()
-        engine.eval()
-        found.append(snapshot(engine))
-        engine.destroy()
+        found.append(at_the_end(engine, []))
     return differences(*found)
 
 
@@ -163,19 +157,15 @@ def trained(precision: str, stage: int) -> dict[str, Tensor]:
     """States after some steps, behind the later of which masters and slots are read, and one is written, while updates
     go on.
     """
-    case = CASES["wide_accumulation"]()
-    engine = delayed_engine(stage, **PRECISION[precision], **{"gradient_clipping": 0.05})
+    engine = delayed_engine(stage, **PRECISION[precision], gradient_clipping=0.05)
     weight, seen = engine.module.inp.weight, []
     for step in range(STEPS):
-        train_step(engine, case, step)
+        plain_steps(engine, CASE, step, step + 1)
         if step >= LOOKS:
             seen += [safe_get_full_fp32_param(weight), safe_get_full_optimizer_state(weight, "exp_avg")]
         if step == LOOKS:
             safe_set_full_fp32_param(weight, torch.full_like(seen[0], 0.25))
-    engine.eval()
-    found = {**snapshot(engine), **{f"seen {i}": value for i, value in enumerate(seen)}}
-    engine.destroy()
-    return found
+    return at_the_end(engine, []) | {f"seen {i}": value for i, value in enumerate(seen)}
 
 
 def in_a_thread(precision: str, stage: int) -> list[str]:
@@ -213,7 +203,7 @@ def test_forward_and_backward_do_not_wait_for_it(pool1: RankPool) -> None:
 # -- what looks on, and what reads whole weights ---------------------------------------------------------------------
 def watched(precision: str) -> list[str]:
     """What differs where a hook sees some updates on the first rank alone; and what it has not seen. Collective."""
-    case, found, seen = CASES["wide_accumulation"](), [], []
+    case, found, seen = CASES[CASE](), [], []
     for hooked in (False, True):
         engine = delayed_engine(3, **PRECISION[precision])
         for step in range(STEPS):
@@ -224,10 +214,8 @@ def watched(precision: str) -> list[str]:
             train_step(engine, case, step)
             if handle is not None:
                 handle.remove()
-        engine.eval()
-        found.append(snapshot(engine))
         rank = engine.global_rank
-        engine.destroy()
+        found.append(at_the_end(engine, []))
     return differences(*found) + ([f"seen: {seen}"] if rank == 0 and (not seen or any(map(any, seen))) else [])
 
 
@@ -239,14 +227,13 @@ def test_a_hook_on_one_rank_sees_the_update_and_changes_no_bit(pool2: RankPool, 
 
 def consolidated() -> list[bool]:
     """Whether what somebody may edit, and all whole weights for a file, are of the last masters. Collective."""
-    case, engine = CASES["wide_accumulation"](), delayed_engine(3)
-    for step in range(3):
-        train_step(engine, case, step)
+    engine = delayed_engine(3)
+    plain_steps(engine, CASE, 0, 3)
     weight = engine.module.inp.weight
     master = safe_get_full_fp32_param(weight)
     with GatheredParameters(weight, modifier_rank=0):
         edited = torch.equal(weight.detach(), master)
-    train_step(engine, case, 3)
+    plain_steps(engine, CASE, 3, 4)
     masters = {name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
     whole = engine._zero3_consolidated_16bit_state_dict()
     engine.destroy()
@@ -304,10 +291,7 @@ def twice(stage: int, offload: dict[str, Any]) -> dict[str, Tensor]:
         engine.step()
         engine.backward(loss)
         engine.step()
-    engine.eval()
-    found = snapshot(engine)
-    engine.destroy()
-    return found
+    return at_the_end(engine, [])
 
 
 def second_backwards(stage: int) -> list[str]:

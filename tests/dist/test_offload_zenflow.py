@@ -21,7 +21,17 @@ from deepspeed.tools.verify.models import IN_FEATURES, MicroBatch
 from deepspeed.tools.verify.reference import GATE_ADAM
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests.dist.test_update_behind import behind
-from tests.harness.offload import CASES, CPU, PRECISION, differences, same, snapshot, started
+from tests.harness.offload import (
+    CASES,
+    CPU,
+    PRECISION,
+    at_the_end,
+    differences,
+    differs_resumed,
+    plain_steps,
+    same,
+    started,
+)
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start, train_step
 
@@ -220,29 +230,10 @@ def test_it_is_the_rule_with_plain_torch(pool1: RankPool, pool2: RankPool, ranks
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
-def plain_steps(engine: Any, case_name: str, begin: int, end: int) -> list[float]:
-    return [loss for step in range(begin, end) for loss in train_step(engine, CASES[case_name](), step)]
-
-
-def at_the_end(engine: Any, losses: list[float]) -> dict[str, Tensor]:
-    engine.eval()
-    found = {**snapshot(engine), "losses": torch.tensor(losses)}
-    engine.destroy()
-    return found
-
-
 def resumed(folder: str, precision: str, stage: int, overlap: bool, at: int) -> list[str]:
     """What differs after a save in the middle between going on and starting from it. Collective."""
-    rule, found = rule_of(overlap=overlap, warm_up=1), []
-    engine = zenflow_engine(stage, rule, **PRECISION[precision])
-    plain_steps(engine, "wide", 0, at)
-    engine.save_checkpoint(folder)
-    for again in (False, True):
-        if again:
-            engine = zenflow_engine(stage, rule, **PRECISION[precision])
-            engine.load_checkpoint(folder)
-        found.append(at_the_end(engine, plain_steps(engine, "wide", at, STEPS)))
-    return differences(*found)
+    rule = rule_of(overlap=overlap, warm_up=1)
+    return differs_resumed(lambda: zenflow_engine(stage, rule, **PRECISION[precision]), "wide", at, STEPS, folder)
 
 
 @pytest.mark.in_make_test("bf16-3-True-6")

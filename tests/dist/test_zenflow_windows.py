@@ -18,17 +18,9 @@ from deepspeed.tools.verify.models import IN_FEATURES
 from deepspeed.tools.verify.reference import GATE_ADAM
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.zero.update.selective import columns, policy as zenflow
-from tests.dist.test_offload_zenflow import (
-    STEPS,
-    at_the_end,
-    errors_against,
-    plain_steps,
-    rule_of,
-    stated,
-    zenflow_engine,
-)
+from tests.dist.test_offload_zenflow import STEPS, errors_against, rule_of, stated, zenflow_engine
 from tests.dist.test_update_behind import behind
-from tests.harness.offload import CASES, CPU, PRECISION, check, differences
+from tests.harness.offload import CASES, CPU, PRECISION, at_the_end, check, differences, plain_steps
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, outcome, start, train_step
 

@@ -310,6 +310,30 @@ def engine_for(way: str, folder: str, **config: Any) -> Any:
         return started(3, variant.zero, **config)
 
 
+def plain_steps(engine: Any, case: str, begin: int, end: int) -> list[float]:
+    """Train from one step to another; the losses. Collective."""
+    return [loss for step in range(begin, end) for loss in train_step(engine, CASES[case](), step)]
+
+
+def at_the_end(engine: Any, told: list[float]) -> dict[str, Tensor]:
+    """All states, brought up to date, of an engine that ends. Collective."""
+    engine.eval()
+    found = snapshot(engine) | {"told": torch.tensor(told)}
+    engine.destroy()
+    return found
+
+
+def differs_resumed(make: Callable[[], Any], case: str, at: int, steps: int, folder: str) -> list[str]:
+    """What differs after a save at one step between engines that go on, and that start from it. Collective."""
+    engine = make()
+    plain_steps(engine, case, 0, at)
+    engine.save_checkpoint(folder)
+    gone_on = at_the_end(engine, plain_steps(engine, case, at, steps))
+    engine = make()
+    engine.load_checkpoint(folder)
+    return differences(gone_on, at_the_end(engine, plain_steps(engine, case, at, steps)))
+
+
 def open_files() -> int:
     """Descriptors of this process."""
     gc.collect()
