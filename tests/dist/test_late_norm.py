@@ -5,6 +5,7 @@ differs: not one bit, no count, and the log names parameter, rank and step as so
 import contextlib
 import math
 from collections.abc import Collection, Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from deepspeed.zero.update.inline import InlineUpdate
 from tests.harness.lockstep import equal
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
+from tests.harness.rows import for_each
 from tests.harness.training import STAGES, make_config, outcome, start, train_step
 
 pytestmark = pytest.mark.timeout(120)
@@ -343,8 +345,10 @@ def test_an_error_of_one_rank_before_the_update_is_heard_in_the_next_batch(
     assert "RuntimeError" in mine[0] and mine[0].endswith(": injected") and "parts of two states" in mine[1], mine
 
 
-@pytest.mark.parametrize("whole", [0.0, 1e-30, 0.7, 1.0, 4.2, 1e300, math.inf, math.nan])
-@pytest.mark.parametrize("scale", [1.0, 1.0 / 3, 2.0**-16])
+NORMS = 0.0, 1e-30, 0.7, 1.0, 4.2, 1e300, math.inf, math.nan
+
+
+@for_each(("whole", "scale"), product(NORMS, (1.0, 1.0 / 3, 2.0**-16)))
 def test_the_factor_of_the_device_is_that_of_the_host(whole: float, scale: float) -> None:
     for clip in (1e-3, 0.05, 1.0, 3.7):
         sums = torch.tensor([whole, float(not math.isfinite(whole)), 0.0], dtype=torch.float64)
