@@ -100,6 +100,7 @@ WHOLE: dict[str, Callable[[Any], object]] = {
     "edit": _edited,
     "load weights": TOGETHER["load weights"],
 }
+# heard once
 END: dict[str, Callable[[Any], object]] = {"eval": lambda e: e.eval(), "destroy": lambda e: e.destroy()}
 
 
@@ -141,7 +142,7 @@ def heard_at(door: str, kind: str, stage: int, folder: str, *, held: bool) -> li
             if not held:
                 until_it_has_failed(engine)
             call = {**TOGETHER, **ALONE, **WEIGHTS, **WHOLE, **END}[door]
-            heard = [outcome(lambda: call(engine)) for _ in range(1 if door == "destroy" else 2)]
+            heard = [outcome(lambda: call(engine)) for _ in range(1 if door in END else 2)]
             for step in () if door == "destroy" else (4, 5):
                 heard.append(outcome(lambda step=step: train_step(engine, case, step)))
         outcome(engine.destroy)
@@ -225,13 +226,13 @@ def test_ranks_compare_once_an_update_also_where_it_is_counted_again(pool2: Rank
     assert pool2.run(agreements, str(tmp_path)) == [[1, 1, 1]] * 2
 
 
-def loaded_in_part(folder: str, kind: str, part: dict[str, bool]) -> list[str]:
+def loaded_in_part(folder: str, kind: str, stage: int, part: dict[str, bool]) -> list[str]:
     """What the ranks hear of a load without the optimizer's states behind an update that has failed on one; in the next
     step; of a load of all; and what then differs from the save. Collective.
     """
     case = CASES["wide"]()
     with behind():
-        engine = started(2, ZERO[kind])
+        engine = started(stage, ZERO[kind])
         train_step(engine, case, 0)
         engine.save_checkpoint(folder)
         master = safe_get_full_fp32_param(_weight(engine)).clone()
@@ -248,12 +249,14 @@ def loaded_in_part(folder: str, kind: str, part: dict[str, bool]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "part"), [("delayed", {"load_module_only": True}), ("behind", {"load_optimizer_states": False})], ids=str
+    ("kind", "stage", "part"),
+    [("delayed", 2, {"load_module_only": True}), ("behind", 3, {"load_optimizer_states": False})],
+    ids=str,
 )
 def test_weights_alone_do_not_mend_states_of_two_steps(
-    pool2: RankPool, tmp_path: Path, kind: str, part: dict[str, bool]
+    pool2: RankPool, tmp_path: Path, kind: str, stage: int, part: dict[str, bool]
 ) -> None:
-    for heard in pool2.run(loaded_in_part, str(tmp_path), kind, part, time_limit=40):
+    for heard in pool2.run(loaded_in_part, str(tmp_path), kind, stage, part, time_limit=40):
         assert "CheckpointError" in heard[0] and "planted" in heard[0] and "load them, too" in heard[0], heard
         assert "planted" in heard[1] and heard[2] == "", heard
 
