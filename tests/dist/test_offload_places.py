@@ -56,13 +56,15 @@ def refused_paths(folder: str) -> list[str]:
     """What is said of a path with a tilde, and of a folder that this user may not write."""
     locked = Path(folder) / "locked"
     locked.mkdir(mode=0o000)
+    told = [outcome(lambda: engine_for("optim nvme", "~/drive"))]
     if os.geteuid() == 0:
         os.seteuid(65534)
     try:
-        return [outcome(lambda path=path: engine_for("optim nvme", path)) for path in ("~/drive", str(locked))]
+        told.append(outcome(lambda: engine_for("optim nvme", str(locked))))
     finally:
         if os.getuid() == 0:
             os.seteuid(0)
+    return told
 
 
 def test_a_path_that_cannot_be_used_is_a_sentence(pool1: RankPool, tmp_path: Path) -> None:
