@@ -128,13 +128,18 @@ BF16, FP32 = Plan(config=PRECISION["bf16"], steps=3), Plan(steps=3)
     [
         (BF16, ("half nvme", "grads tiles"), True),
         (FP32, ("tiles",), True),
-        (BF16, ("param nvme", "both nvme"), True),  # what is on a drive keeps the second pass
         (FP32, ("none",), False),  # parameters are the master
     ],
-    ids=["tiles", "tiles in fp32", "parameters on a drive", "fp32"],
+    ids=["bf16", "tiles in fp32", "fp32"],
 )
-def test_tiles_and_drives(pool2: RankPool, tmp_path: Path, plan: Plan, names: tuple[str, ...], one_pass: bool) -> None:
+def test_tiles_whose_parameters_are_in_memory(
+    pool2: RankPool, tmp_path: Path, plan: Plan, names: tuple[str, ...], one_pass: bool
+) -> None:
     check(pool2.run(both_ways, plan, str(tmp_path), names, one_pass))
+
+
+def test_parameters_on_a_drive_keep_the_second_pass(pool1: RankPool, tmp_path: Path) -> None:
+    check(pool1.run(both_ways, BF16, str(tmp_path), ("param nvme", "both nvme")))
 
 
 # -- what may not be written -------------------------------------------------------------------------------------
