@@ -37,12 +37,21 @@ EXACT = {
 }
 
 
-def compare_16bit(name: str, stage: int, dtype: torch.dtype, scale: float, extra: dict[str, Any]) -> dict[str, float]:
+# what is configured, and what is meant
+LOW: dict[str, tuple[dict[str, Any], torch.dtype, float]] = {
+    "bf16": (BF16, torch.bfloat16, 1.0),
+    "fp16": (FP16, torch.float16, 128.0),
+}
+OF_BUFFERS = ("rotary", "batch_norm", "constants")
+
+
+def compare_16bit(name: str, stage: int, precision: str, extra: dict[str, Any]) -> dict[str, float]:
     """Train a case in 16 bits with the engine and return the largest errors against :func:`train_16bit`."""
+    config, dtype, scale = LOW[precision]
     case = rounded(case_named(name), dtype)
     expected = train_16bit(case, world=dist.get_world_size(), dtype=dtype, scale=scale)
     clip_and_accumulate = {"gradient_clipping": case.clipping, "gradient_accumulation_steps": case.accumulation}
-    engine = start(case.build().train(), make_config(stage, **clip_and_accumulate, **extra))
+    engine = start(case.build().train(), make_config(stage, **clip_and_accumulate, **config, **extra))
     params = trainable(engine.module)
     assert {n: p.dtype for n, p in params.items()} == {
         n: p.dtype for n, p in trainable(lowered(case.build(), dtype)).items()
@@ -75,25 +84,34 @@ def compare_16bit(name: str, stage: int, dtype: torch.dtype, scale: float, extra
     return error
 
 
-@pytest.mark.in_make_test("plain-0", "accumulation-3", "unused-3", "batch_norm-0")
+@pytest.mark.in_make_test(
+    "plain-bf16-0",
+    "accumulation-bf16-3",
+    "unused-bf16-3",
+    "batch_norm-bf16-0",
+    "plain-fp16-3",
+    "accumulation-fp16-3",
+    "clipping-fp16-3",
+)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
-    "name", ["plain", "accumulation", "clipping", "tied", "unused", "rotary", "batch_norm", "constants"]
+    ("name", "dtype"),
+    [
+        *((name, "bf16") for name in ("plain", "accumulation", "clipping", "tied", "unused", *OF_BUFFERS)),
+        *((name, "fp16") for name in ("plain", "accumulation", "clipping")),
+    ],
 )
-def test_bf16_with_exact_reduction_equals_the_reference(pool2: RankPool, name: str, stage: int) -> None:
-    for error in pool2.run(compare_16bit, name, stage, torch.bfloat16, 1.0, {**BF16, **EXACT}):
+def test_exact_reduction_equals_the_reference(pool2: RankPool, name: str, dtype: str, stage: int) -> None:
+    """In fp16 with a static scale."""
+    for error in pool2.run(compare_16bit, name, stage, dtype, EXACT):
         assert max(error.values()) <= 1e-6, error
 
 
-@pytest.mark.parametrize(
-    ("extra", "dtype", "scale"), [(BF16, torch.bfloat16, 1.0), (FP16, torch.float16, 128.0)], ids=["bf16", "fp16"]
-)
-@pytest.mark.parametrize("name", ["rotary", "batch_norm", "constants"])
-def test_buffers_are_not_rounded_and_running_statistics_move(
-    pool1: RankPool, name: str, extra: dict[str, Any], dtype: torch.dtype, scale: float
-) -> None:
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", OF_BUFFERS)
+def test_buffers_are_not_rounded_and_running_statistics_move(pool1: RankPool, name: str, dtype: str) -> None:
     """On one rank, which has seen the same batches as the plain model."""
-    (error,) = pool1.run(compare_16bit, name, 3, dtype, scale, {**extra, **EXACT})
+    (error,) = pool1.run(compare_16bit, name, 3, dtype, EXACT)
     assert error["buffers"] == 0.0 and max(error.values()) <= 1e-6, error
 
 
@@ -223,17 +241,9 @@ def test_buffer_dtype_casts_floating_buffers_and_batch_norms_with_them(
 @pytest.mark.in_make_test("3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_default_reduction_stays_within_bf16_rounding(pool2: RankPool, stage: int) -> None:
-    for error in pool2.run(compare_16bit, "accumulation", stage, torch.bfloat16, 1.0, BF16):
+    for error in pool2.run(compare_16bit, "accumulation", stage, "bf16", {}):
         assert error["weight"] == 0.0, error
         assert error["grad"] <= 1e-2 and error["master"] <= 1e-3, error
-
-
-@pytest.mark.in_make_test("plain-3", "accumulation-3", "clipping-3")
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["plain", "accumulation", "clipping"])
-def test_fp16_static_scale_equals_the_reference(pool2: RankPool, name: str, stage: int) -> None:
-    for error in pool2.run(compare_16bit, name, stage, torch.float16, 128.0, {**FP16, **EXACT}):
-        assert max(error.values()) <= 1e-6, error
 
 
 def _gradient_traffic(stage: int, extra: dict[str, Any]) -> set[torch.dtype]:
@@ -285,6 +295,7 @@ def _accumulated_in(stage: int, accumulate: str) -> bool:
     return all(torch.equal(grad, grad.to(torch.bfloat16).to(grad.dtype)) for grad in grads.values())
 
 
+@pytest.mark.in_make_test("2")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_accumulation_dtype_is_obeyed(pool1: RankPool, stage: int) -> None:
     """On one rank, where nothing is added but the micro-batches."""
@@ -292,29 +303,12 @@ def test_accumulation_dtype_is_obeyed(pool1: RankPool, stage: int) -> None:
     assert pool1.run(_accumulated_in, stage, "fp32") == [False]
 
 
-def expected_scales(
-    overflows: list[bool], *, power: int, window: int, hysteresis: int, consecutive: bool, floor: float = 1.0
-) -> list[float]:
-    """The dynamic loss scale after each step, by the published rule (facts: loss scaling)."""
-    scale, last, left, trace = 2.0**power, -1, hysteresis, []
-    for iteration, overflow in enumerate(overflows):
-        if overflow:
-            if hysteresis == 1 or left == 1:
-                scale = max(scale / 2, 1.0)
-            else:
-                left -= 1
-            last = iteration
-        else:
-            left = hysteresis if consecutive else left
-            stable = iteration - last - 1
-            if stable > 0 and stable % window == 0:
-                left = left if consecutive else hysteresis
-                scale *= 2
-        trace.append(scale)
-    return trace
+# of ten steps, and the scales behind them by the number of overflows that halve it
+OVERFLOWS = [False, True, False, False, False, True, True, False, False, False]
+SCALES = {1: [64, 32, 32, 32, 64, 32, 16, 16, 16, 32], 2: [64, 64, 64, 64, 128, 128, 64, 64, 64, 128]}
 
 
-def _dynamic_run(stage: int, overflows: list[bool], fp16: dict[str, Any]) -> list[dict[str, Any]]:
+def _dynamic_run(stage: int, fp16: dict[str, Any]) -> list[dict[str, Any]]:
     """Poison one gradient on rank 1 at the marked steps; what the engine reports after each step."""
     case = rounded(case_named("plain"), torch.float16)
     schedule = {
@@ -324,7 +318,7 @@ def _dynamic_run(stage: int, overflows: list[bool], fp16: dict[str, Any]) -> lis
     engine = start(case.build(), make_config(stage, scheduler=schedule, fp16={"enabled": True, **fp16}))
     report = []
     with Faults(engine.module, rank=dist.get_rank()) as faults:
-        for step, overflow in enumerate(overflows):
+        for step, overflow in enumerate(OVERFLOWS):
             if overflow:
                 faults.nan_gradient("layers.1.up.weight", step=step, rank=1, value=float("inf"))
             faults.step = step
@@ -347,31 +341,24 @@ def _dynamic_run(stage: int, overflows: list[bool], fp16: dict[str, Any]) -> lis
     return report
 
 
-@pytest.mark.in_make_test("1-False-3", "2-True-3")
+@pytest.mark.in_make_test("1-2", "2-3")
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(("hysteresis", "consecutive"), [(1, False), (2, False), (2, True)])
-def test_dynamic_scale_follows_the_rule_and_skips_are_counted(
-    pool2: RankPool, stage: int, hysteresis: int, consecutive: bool
-) -> None:
-    overflows = [False, True, False, False, False, True, True, False, False, False]
-    fp16 = {
-        "initial_scale_power": 6,
-        "loss_scale_window": 2,
-        "hysteresis": hysteresis,
-        "consecutive_hysteresis": consecutive,
-    }
-    scales = expected_scales(overflows, power=6, window=2, hysteresis=hysteresis, consecutive=consecutive)
-    for report in pool2.run(_dynamic_run, stage, overflows, fp16):
-        assert [entry["scale"] for entry in report] == scales
-        assert [entry["overflow"] for entry in report] == overflows
-        assert [entry["applied"] for entry in report] == [not overflow for overflow in overflows]
-        assert [entry["norm_finite"] for entry in report] == [not overflow for overflow in overflows]
-        assert [entry["skipped"] for entry in report] == [sum(overflows[: i + 1]) for i in range(len(overflows))]
-        assert [entry["global"] for entry in report] == list(range(1, len(overflows) + 1))
+@pytest.mark.parametrize("hysteresis", SCALES)
+def test_dynamic_scale_follows_the_rule_and_skips_are_counted(pool2: RankPool, stage: int, hysteresis: int) -> None:
+    """The rule itself, and whether overflows in a row count alone: tests/pure/test_loss_scale.py."""
+    fp16 = {"initial_scale_power": 6, "loss_scale_window": 2, "hysteresis": hysteresis}
+    good = [not overflow for overflow in OVERFLOWS]
+    for report in pool2.run(_dynamic_run, stage, fp16):
+        assert [entry["scale"] for entry in report] == SCALES[hysteresis]
+        assert [entry["overflow"] for entry in report] == OVERFLOWS
+        assert [entry["applied"] for entry in report] == good
+        assert [entry["norm_finite"] for entry in report] == good
+        assert [entry["skipped"] for entry in report] == [sum(OVERFLOWS[: i + 1]) for i in range(len(OVERFLOWS))]
+        assert [entry["global"] for entry in report] == list(range(1, len(OVERFLOWS) + 1))
         # The first two updates of a warm-up run at its lowest rate, so movement is asked for from the third on.
-        assert [entry["moved"] for entry in report[3:]] == [not overflow for overflow in overflows[3:]]
-        assert not any(entry["lr_moved"] for entry, overflow in zip(report, overflows, strict=True) if overflow)
-        assert all(entry["lr_moved"] for entry, overflow in zip(report[3:], overflows[3:], strict=True) if not overflow)
+        assert [entry["moved"] for entry in report[3:]] == good[3:]
+        assert not any(entry["lr_moved"] for entry, overflow in zip(report, OVERFLOWS, strict=True) if overflow)
+        assert [entry["lr_moved"] for entry in report[3:]] == good[3:]
 
 
 def _overflow_at_the_floor() -> str:
@@ -381,16 +368,12 @@ def _overflow_at_the_floor() -> str:
     with Faults(engine.module, rank=dist.get_rank()) as faults:
         faults.nan_gradient("head.weight", step=0, rank=1)
         engine.backward(case.seeded_loss(engine, here(0))[0])
-        try:
-            engine.step()
-        except Exception as error:
-            return str(error)
-    return ""
+        return outcome(engine.step)
 
 
 def test_overflow_at_the_lowest_scale_is_an_error(pool2: RankPool) -> None:
-    for message in pool2.run(_overflow_at_the_floor):
-        assert "scale" in message
+    for said in pool2.run(_overflow_at_the_floor):
+        assert "scale" in said.partition("): ")[2], said
 
 
 def _manual_scaled(stage: int) -> tuple[dict[str, float], str]:
@@ -403,19 +386,15 @@ def _manual_scaled(stage: int) -> tuple[dict[str, float], str]:
     errors = {
         n: scaled_error(safe_get_full_fp32_param(p), expected.masters[n]) for n, p in trainable(engine.module).items()
     }
-    refused = ""
-    try:
-        case.seeded_loss(engine, here(9))[0].backward()
-    except RuntimeError as error:
-        refused = str(error)
-    return errors, refused
+    return errors, outcome(lambda: case.seeded_loss(engine, here(9))[0].backward())
 
 
+@pytest.mark.in_make_test("1", "3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fp16_manual_loop_scales_or_is_refused(pool2: RankPool, stage: int) -> None:
     for errors, refused in pool2.run(_manual_scaled, stage):
         assert max(errors.values()) <= 1e-6, errors
-        assert "scale" in refused
+        assert "RuntimeError" in refused and "scale" in refused.partition("): ")[2], refused
 
 
 def _autocast_run(stage: int) -> tuple[float, set[torch.dtype], set[torch.dtype], float]:
@@ -441,6 +420,7 @@ def _autocast_run(stage: int) -> tuple[float, set[torch.dtype], set[torch.dtype]
     return loss_error, seen, dtypes, error
 
 
+@pytest.mark.in_make_test("0", "3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_torch_autocast_computes_low_and_keeps_fp32_weights(pool2: RankPool, stage: int) -> None:
     for loss_error, seen, dtypes, grad_error in pool2.run(_autocast_run, stage):

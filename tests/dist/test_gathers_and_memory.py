@@ -5,6 +5,8 @@ ones.
 """
 
 import logging
+from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,6 +21,7 @@ from tests.harness.training import here, make_config, start, train_step
 
 pytestmark = pytest.mark.timeout(60)
 WIDTH, BLOCKS, VOCAB = 24, 5, 40
+REGULAR = 4  # so many times a train pass and an eval pass alternate, and then one and two
 
 
 class Block(nn.Module):
@@ -49,48 +52,62 @@ class Language(nn.Module):
         return self.head(x)
 
 
-def _engine(**changes: object) -> object:
-    zero = {"param_persistence_threshold": 0, "reduce_bucket_size": 200, **changes.pop("zero", {})}  # type: ignore[dict-item]
+def _engine(**changes: Any) -> Any:
+    zero = {"param_persistence_threshold": 0, "reduce_bucket_size": 200, **changes.pop("zero", {})}
     return start(Language(), make_config(3, zero=zero, **changes))
 
 
-def _train(engine: object, seed: int) -> None:
+def _train(engine: Any, seed: int) -> None:
     torch.manual_seed(seed)
     ids = torch.randint(0, VOCAB, (3, 6))
-    loss = nn.functional.cross_entropy(engine(ids).flatten(0, 1).float(), ids.flatten())  # type: ignore[operator]
-    engine.backward(loss)  # type: ignore[attr-defined]
-    engine.step()  # type: ignore[attr-defined]
+    loss = nn.functional.cross_entropy(engine(ids).flatten(0, 1).float(), ids.flatten())
+    engine.backward(loss)
+    engine.step()
 
 
-def _evaluate(engine: object) -> None:
+def _evaluate(engine: Any) -> None:
     with torch.no_grad():
-        engine(torch.zeros(2, 4, dtype=torch.long))  # type: ignore[operator]
+        engine(torch.zeros(2, 4, dtype=torch.long))
 
 
-def count_gathers() -> dict[str, object]:
+def alternate() -> dict[str, Any]:
+    """Gathers of each train and eval pass; from the third step on, forecasts that came true, and what is logged."""
     engine = _engine()
-    runtime = engine.runtime
-    names = [u.name for u in runtime.units if u.movable]
-    counts = {"train": [], "eval": []}
-    for step in range(4):
-        before = runtime.counts.gathers
-        _train(engine, step)
-        counts["train"].append(runtime.counts.gathers - before)
-        before = runtime.counts.gathers
-        _evaluate(engine)
-        counts["eval"].append(runtime.counts.gathers - before)
-    return {"names": names, **counts, "dummies": runtime.counts.dummy_collectives}
+    counts, schedule = engine.runtime.counts, engine.runtime.schedule
+    gathers: dict[str, list[int]] = {"train": [], "eval": []}
+
+    def counted(kind: str, run: Callable[[], None]) -> None:
+        before = counts.gathers
+        run()
+        gathers[kind].append(counts.gathers - before)
+
+    with logged() as lines:
+        for step in range(REGULAR + 3):
+            counted("train", lambda step=step: _train(engine, step))
+            for _ in range(1 if step < REGULAR else 2):
+                counted("eval", lambda: _evaluate(engine))
+            if step == 1:
+                schedule.hits = schedule.uses = 0
+                lines.clear()
+            if step == REGULAR - 1:
+                dummies = counts.dummy_collectives
+    names = [u.name for u in engine.runtime.units if u.movable]
+    seen = {"names": names, "dummies": dummies, "hits": schedule.hits / schedule.uses, "lines": lines}
+    engine.destroy()
+    return gathers | seen
 
 
 def test_each_unit_is_gathered_twice_a_step_and_once_where_it_stays(pool2: RankPool) -> None:
-    for seen in pool2.run(count_gathers):
+    """Also where train and eval passes alternate: each kind keeps its forecast, and nothing is logged."""
+    for seen in pool2.run(alternate):
         units = len(seen["names"])
         assert units == BLOCKS + 2
         # The head is the last of the forward and the first of the backward: from the second step on it stays in
         # between.
-        assert seen["train"] == [2 * units] + [2 * units - 1] * 3
-        assert seen["eval"] == [units] * 4
+        assert seen["train"] == [2 * units] + [2 * units - 1] * (REGULAR + 2)
+        assert seen["eval"][:REGULAR] == [units] * REGULAR
         assert seen["dummies"] == 0
+        assert seen["hits"] == 1.0 and seen["lines"] == []
 
 
 def watch_addresses() -> list[str]:
@@ -129,27 +146,6 @@ def watch_addresses() -> list[str]:
 
 def test_parameters_are_views_of_the_gather_buffer(pool2: RankPool) -> None:
     assert pool2.run(watch_addresses) == [[], []]
-
-
-def alternate() -> tuple[float, list[str]]:
-    engine = _engine()
-    schedule = engine.runtime.schedule
-    for step in range(2):
-        _train(engine, step)
-        _evaluate(engine)
-    schedule.hits = schedule.uses = 0
-    with logged() as lines:
-        for step in range(10):
-            _train(engine, step)
-            _evaluate(engine)
-            _evaluate(engine)
-    return schedule.hits / schedule.uses, lines
-
-
-def test_alternating_train_and_eval_keeps_the_forecast_and_logs_nothing(pool2: RankPool) -> None:
-    for hit_rate, lines in pool2.run(alternate):
-        assert hit_rate == 1.0
-        assert lines == []
 
 
 class Boxed(nn.Linear):
@@ -219,28 +215,27 @@ def test_live_parameter_bytes_are_a_few_units_and_nothing_stays(pool2: RankPool)
         assert seen["resting"] == seen["numel"] * (2 + 4 + 4) // 2
 
 
-def kept_after_the_forward(limit: int) -> tuple[int, int, list[int]]:
-    """Elements of all gathered units, of the largest one, and of those that are here between forward and backward of
-    two known steps.
+def kept_after_the_forward(share: float) -> tuple[int, int, int]:
+    """Elements that may stay, a ``share`` of all; of the largest unit; and of those that are here between the forward
+    and the backward of a known step.
     """
+    total = sum(p.numel() for p in Language().parameters())
+    limit = int(share * total)
     engine = _engine(zero={"max_live_parameters": limit, "max_reuse_distance": 10**9, "prefetch_bucket_size": 0})
     units = [u for u in engine.runtime.units if u.movable]
-    found = []
-    for step in range(3):
+    for _ in range(2):  # the first forward does not know yet what comes back
         out = engine(torch.zeros(3, 6, dtype=torch.long))
-        if step:  # the first forward does not know yet what comes back
-            found.append(sum(u.layout.numel for u in units if u.state is not UnitState.ABSENT))
+        kept = sum(u.layout.numel for u in units if u.state is not UnitState.ABSENT)
         engine.backward(out.square().mean())
         engine.step()
     engine.destroy()
-    return sum(u.layout.numel for u in units), max(u.layout.numel for u in units), found
+    return limit, max(u.layout.numel for u in units), kept
 
 
-def test_what_stays_for_its_reuse_keeps_to_max_live_parameters(pool2: RankPool) -> None:
-    total, largest, _ = pool2.run(kept_after_the_forward, 0)[0]
-    for limit in (0, total // 2, total):
-        for _, _, kept in pool2.run(kept_after_the_forward, limit):
-            assert all(max(-1, limit - largest) < numel <= limit for numel in kept), (kept, limit)
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.1])
+def test_what_stays_for_its_reuse_keeps_to_max_live_parameters(pool2: RankPool, share: float) -> None:
+    for limit, largest, kept in pool2.run(kept_after_the_forward, share):
+        assert max(-1, limit - largest) < kept <= limit
 
 
 def _waits_at_gradients() -> tuple[int, int]:

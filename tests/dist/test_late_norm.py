@@ -4,7 +4,8 @@ differs: not one bit, no count, and the log names parameter, rank and step as so
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +24,11 @@ from deepspeed.zero.plan import StatePlan, Tier
 from deepspeed.zero.unit import Unit
 from deepspeed.zero.update import result as step_result
 from deepspeed.zero.update.inline import InlineUpdate
+from tests.harness.lockstep import equal
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
-from tests.harness.training import STAGES, make_config, start, train_step
+from tests.harness.rows import for_each
+from tests.harness.training import STAGES, make_config, outcome, start, train_step
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -61,37 +64,45 @@ def _bad(lines: list[str]) -> list[str]:
     return [line for line in lines if "not finite" in line]
 
 
-def _poisoned(engine: Any, now: dict[str, bool], value: float) -> str:
-    """Where ``now["bad"]`` rank 1 has a bad gradient of the parameter that is returned."""
-    name = "layers.1.0.weight"
-    if name not in dict(engine.module.named_parameters()):
-        name = [n for n, p in engine.module.named_parameters() if p.dim() == 2][1]
+class Poisoned:
+    """An engine; in the updates of the numbers ``bad`` rank 1 has a gradient of the parameter ``name`` with one element
+    that is ``value``.
+    """
 
-    def poison(grad: torch.Tensor) -> torch.Tensor:
-        grad = grad.clone()
-        grad.view(-1)[0] = value if now["bad"] and dist.get_rank() == 1 else grad.view(-1)[0]
+    name = "layers.1.up.weight"
+
+    def __init__(
+        self, stage: int, bad: Collection[int], value: float = math.nan, *, schedule: Any = None, **config: Any
+    ) -> None:
+        self.case, self.bad, self.number = case_named("plain"), bad, 0
+        self.value = value
+        self.engine = start(self.case.build(), make_config(stage, **config), lr_scheduler=schedule)
+        self.engine.module.get_parameter(self.name).register_hook(self._poison)
+
+    def _poison(self, grad: torch.Tensor) -> torch.Tensor:
+        if self.number in self.bad and dist.get_rank() == 1:
+            grad = grad.clone()
+            grad.view(-1)[0] = self.value
         return grad
 
-    dict(engine.module.named_parameters())[name].register_hook(poison)
-    return name
+    def update(self, *numbers: int) -> None:
+        """Train so many steps. Collective."""
+        for self.number in numbers:
+            train_step(self.engine, self.case, self.number)
 
 
 def trained(stage: int, config: dict[str, Any]) -> dict[str, Any]:
     """Parameters after each step, of which some have bad gradients, and what engine and log say at the end."""
-    case, now = case_named("plain"), {"bad": False}
-    schedule = config.get("schedule")
-    settings = {key: value for key, value in config.items() if key != "schedule"}
-    engine = start(case.build(), make_config(stage, **settings), lr_scheduler=schedule)
-    name, weights = _poisoned(engine, now, math.nan), []
+    job, weights = Poisoned(stage, BAD, **config), []
+    engine = job.engine
     with logged() as lines:
         for number in range(STEPS):
-            now["bad"] = number in BAD
-            train_step(engine, case, number)
+            job.update(number)
             weights.append(full_parameters(engine.module))
         early = _bad(lines)
         counts = (engine.skipped_steps, engine.global_steps, engine.optimizer.overflow, engine.was_step_applied())
         norm = engine.get_global_grad_norm()
-    found = {"weights": weights, "counts": counts, "norm": norm, "lines": _bad(lines), "early": early, "name": name}
+    found = {"weights": weights, "counts": counts, "norm": norm, "lines": _bad(lines), "early": early}
     found["rates"] = engine.get_lr(), engine.get_mom()
     engine.destroy()
     return found
@@ -131,7 +142,7 @@ def test_not_one_bit_and_no_count_differs(pool2: RankPool, stage: int, dtype: st
         assert not behind["early"] and len(behind["lines"]) == len(BAD)
         for text, number in zip(behind["lines"], BAD, strict=True):
             assert f"step {number + 1} skipped" in text
-            assert rank == 0 or (behind["name"] in text and "rank 1" in text), text
+            assert rank == 0 or (Poisoned.name in text and "rank 1" in text), text
 
 
 def _restarts(optimizer: Any) -> Any:
@@ -156,20 +167,15 @@ def test_a_schedule_does_not_go_on_with_an_update_that_was_left_out(pool2: RankP
 
 def _loaded_behind(folder: str) -> tuple[list[float], list[float], int]:
     """Rates as saved, and as they are an update later, after a load behind an update that was left out."""
-    case, now = case_named("plain"), {"bad": False}
     with late():
-        engine = start(case.build(), make_config(3, **DTYPES["bf16"] | SCHEDULES["WarmupLR"]))
-        _poisoned(engine, now, math.nan)
-        train_step(engine, case, 0)
-        train_step(engine, case, 1)
+        job = Poisoned(3, [3], **DTYPES["bf16"] | SCHEDULES["WarmupLR"])
+        engine = job.engine
+        job.update(0, 1)
         engine.save_checkpoint(folder)
         saved = engine.get_lr()
-        train_step(engine, case, 2)
-        now["bad"] = True
-        train_step(engine, case, 3)
-        now["bad"] = False
+        job.update(2, 3)
         engine.load_checkpoint(folder)
-        train_step(engine, case, 2)
+        job.update(2)
         rates, steps = engine.get_lr(), engine.lr_scheduler.last_batch_iteration
         engine.destroy()
     return saved, rates, steps
@@ -206,6 +212,7 @@ def _with_an_empty_one(stage: int) -> tuple[list[float], list[str]]:
     return losses[::2], _bad(lines)
 
 
+@pytest.mark.in_make_test("1", "3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_parameter_without_elements_is_finite(pool2: RankPool, stage: int) -> None:
     """As a device looks at the gradients, parameter by parameter."""
@@ -217,13 +224,10 @@ def test_a_parameter_without_elements_is_finite(pool2: RankPool, stage: int) -> 
 
 def _asked(question: str) -> tuple[object, int]:
     """An answer right after an update that was left out, and how many updates have been read for it."""
-    case, now = case_named("plain"), {"bad": False}
     with late() as reads:
-        engine = start(case.build(), make_config(3, bf16={"enabled": True}))
-        _poisoned(engine, now, math.inf)
-        train_step(engine, case, 0)
-        now["bad"] = True
-        train_step(engine, case, 1)
+        job = Poisoned(3, [1], math.inf, **DTYPES["bf16"])
+        engine = job.engine
+        job.update(0, 1)
         assert not reads
         answers: dict[str, Any] = {
             "norm": engine.get_global_grad_norm,
@@ -245,12 +249,10 @@ def test_whoever_asks_gets_the_truth(pool2: RankPool, question: str, answer: obj
 
 
 def _destroyed() -> list[str]:
-    case = case_named("plain")
     with late(), logged() as lines:
-        engine = start(case.build(), make_config(2))
-        _poisoned(engine, {"bad": True}, math.nan)
-        train_step(engine, case, 0)
-        engine.destroy()
+        job = Poisoned(2, [0])
+        job.update(0)
+        job.engine.destroy()
     return _bad(lines)
 
 
@@ -260,13 +262,11 @@ def test_the_end_of_the_engine_says_what_nobody_asked_for(pool2: RankPool) -> No
 
 def _read_at(config: dict[str, Any]) -> int:
     """How many of three updates are read before anybody asks."""
-    case = case_named("plain")
     with late() as reads:
-        engine = start(case.build(), make_config(3, **config))
-        for number in range(3):
-            train_step(engine, case, number)
+        job = Poisoned(3, (), **config)
+        job.update(0, 1, 2)
         count = len(reads)
-        engine.destroy()
+        job.engine.destroy()
     return count
 
 
@@ -293,22 +293,20 @@ def _with_a_hook(ranks: tuple[int, ...]) -> tuple[int, int, int]:
     """Three updates, of which the second is left out, with a hook on ``ranks``: its calls, what was read before anybody
     asked, how many the engine says were left out; the weights are those of the norm read at once.
     """
-    case, now, calls, weights = case_named("plain"), {"bad": False}, list[int](), []
+    calls, weights = list[int](), []
     for context in (contextlib.nullcontext([]), late()):
         calls.clear()
         with context as reads:
-            engine = start(case.build(), make_config(1))
-            _poisoned(engine, now, math.nan)
+            job = Poisoned(1, [1])
+            engine = job.engine
             if dist.get_rank() in ranks:
                 engine.basic_optimizer.register_step_post_hook(lambda *_: calls.append(1))
-            for number in range(3):
-                now["bad"] = number == 1
-                train_step(engine, case, number)
+            job.update(0, 1, 2)
             count = len(reads)
             weights.append(full_parameters(engine.module))
             skipped = engine.skipped_steps
             engine.destroy()
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    assert equal(*weights)
     return len(calls), count, skipped
 
 
@@ -320,23 +318,19 @@ def test_a_hook_of_the_users_runs_behind_updates_only(pool2: RankPool, ranks: tu
 
 def _failed(place: str, stage: int) -> list[str]:
     """What two batches raise, in whose first rank 1 fails on its way to the update; nobody reads a norm."""
-    case, errors = case_named("plain"), list[str]()
+    errors = list[str]()
     owner, name = {"norm": (Unit, "gradient_square"), "copy": (step.LateResult, "__init__")}[place]
     with late() as reads:
-        engine = start(case.build(), make_config(stage, zero={"param_persistence_threshold": 0}))
-        train_step(engine, case, 0)
-        for number in range(1, 3):
-            wrong = mock.patch.object(owner, name, mock.Mock(side_effect=RuntimeError("injected")))
-            with wrong if number == 1 and dist.get_rank() == 1 else contextlib.nullcontext():
-                try:
-                    train_step(engine, case, number)
-                    errors.append("")
-                except (RuntimeError, UsageError) as error:
-                    errors.append(f"{type(error).__name__}: {error}")
+        job = Poisoned(stage, (), zero={"param_persistence_threshold": 0})
+        job.update(0)
+        wrong = mock.patch.object(owner, name, mock.Mock(side_effect=RuntimeError("injected")))
+        with wrong if dist.get_rank() == 1 else contextlib.nullcontext():
+            errors.append(outcome(lambda: job.update(1)))
+        errors.append(outcome(lambda: job.update(2)))
         assert not reads
         with pytest.raises(UsageError, match="parts of two states"):
-            train_step(engine, case, 3)
-        engine.destroy()
+            job.update(3)
+        job.engine.destroy()
     return errors
 
 
@@ -346,12 +340,15 @@ def test_an_error_of_one_rank_before_the_update_is_heard_in_the_next_batch(
     pool2: RankPool, place: str, stage: int
 ) -> None:
     others, mine = pool2.run(_failed, place, stage, time_limit=60.0)
-    assert others[0] == "" and others[1].startswith("RankFailedError: rank 1 failed") and "load a check" in others[1]
-    assert mine[0] == "RuntimeError: injected" and "parts of two states" in mine[1]
+    assert others[0] == "" and "RankFailedError" in others[1], others
+    assert "rank 1 failed" in others[1] and "load a check" in others[1], others
+    assert "RuntimeError" in mine[0] and mine[0].endswith(": injected") and "parts of two states" in mine[1], mine
 
 
-@pytest.mark.parametrize("whole", [0.0, 1e-30, 0.7, 1.0, 4.2, 1e300, math.inf, math.nan])
-@pytest.mark.parametrize("scale", [1.0, 1.0 / 3, 2.0**-16])
+NORMS = 0.0, 1e-30, 0.7, 1.0, 4.2, 1e300, math.inf, math.nan
+
+
+@for_each(("whole", "scale"), product(NORMS, (1.0, 1.0 / 3, 2.0**-16)))
 def test_the_factor_of_the_device_is_that_of_the_host(whole: float, scale: float) -> None:
     for clip in (1e-3, 0.05, 1.0, 3.7):
         sums = torch.tensor([whole, float(not math.isfinite(whole)), 0.0], dtype=torch.float64)

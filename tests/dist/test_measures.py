@@ -1,6 +1,5 @@
 """What an engine writes of each update: rates, norms, memory, MFU; a Prometheus file; layers with odd gradients."""
 
-import functools
 import re
 import sys
 from pathlib import Path
@@ -33,6 +32,12 @@ def lines_of(run: Any) -> list[str]:
     return lines
 
 
+def update(engine: Any, step: int) -> None:
+    """Of a decoder."""
+    engine.backward(engine(torch.randint(30, (4, 16), generator=torch.Generator().manual_seed(step))))
+    engine.step()
+
+
 def measured(path: str) -> dict[str, list[float]]:
     """The events of six updates with a profile, by name, and what the Prometheus file has in the end."""
     events: dict[str, list[float]] = {}
@@ -53,9 +58,7 @@ def measured(path: str) -> dict[str, list[float]]:
 
     engine.monitor.write_events = noting
     for step in range(6):
-        tokens = torch.randint(30, (4, 16), generator=torch.Generator().manual_seed(step))
-        engine.backward(engine(tokens))
-        engine.step()
+        update(engine, step)
     events["flops"] = [engine.step_profile.flops_per_update]
     engine.destroy()
     return events
@@ -191,24 +194,24 @@ class OddLayers(nn.Module):
         return self.layers[0](x).square().mean()
 
 
-def watched(stage: int, poisoned: int, **zero: Any) -> tuple[list[str], list[str]]:
-    """What is said of six updates, the one of which number ``poisoned`` is not finite; and the collectives of one."""
+def odd_layers(stage: int, **config: Any) -> list[str]:
+    """What is said of six updates, the fifth of which is not finite."""
     torch.manual_seed(4)
-    ops: list[str] = []
 
     def run() -> None:
-        engine = start(OddLayers(), make_config(stage, anomalies={"per_layer": True, "window": 4}, zero=zero))
+        engine = start(OddLayers(), make_config(stage, **config))
+        looks = bool(engine.runtime.events or engine.update_metrics.wanted)
+        assert looks is config["anomalies"].get("enabled", True)
         for step in range(6):
-            if step == 1:
-                engine.mesh.zero.ledger.append(lambda op, *_: ops.append(op))
             tokens = torch.randint(3, (4, 5), generator=torch.Generator().manual_seed(step))
-            engine.backward(engine(tokens, float("nan") if step == poisoned else 0.5))
+            engine.backward(engine(tokens, float("nan") if step == 4 else 0.5))
             engine.step()
         engine.destroy()
 
-    return lines_of(run), ops
+    return lines_of(run)
 
 
+PER_LAYER = {"per_layer": True, "window": 4}
 PLACES: list[tuple[int, dict[str, Any]]] = [
     *((stage, {}) for stage in (0, 1, 3)),
     (1, {"offload_optimizer": {"device": "cpu"}}),
@@ -221,7 +224,7 @@ def test_layers_with_odd_gradients_are_named_once(
     pool2: RankPool, stage: int, zero: dict[str, Any], tmp_path: Path
 ) -> None:
     drives = {name: {**block, "nvme_path": str(tmp_path)} for name, block in zero.items() if "nvme" in block.values()}
-    (lines, _), (others, _) = pool2.run(functools.partial(watched, **zero | drives), stage, 4)
+    lines, others = pool2.run(odd_layers, stage, anomalies=PER_LAYER, zero=zero | drives)
     said = [line for line in lines if "the gradient of" in line and "skipped" not in line]
     zero = next(line for line in said if "has been zero for 3 updates" in line)
     assert zero.startswith("step 3: ") and {"layers.2.weight", "layers.2.bias"} == set(re.findall(r"layers\S+\w", zero))
@@ -240,7 +243,7 @@ def watched_parts() -> list[str]:
         with torch.no_grad():
             model.model.layers[0].self_attn.o_proj.weight[:, -4:] = 0
         model.model.layers[1].mlp.down_proj.register_forward_hook(lambda _, __, output: output * 0)
-        config = make_config(1, tensor_parallel={"autotp_size": 2}, anomalies={"per_layer": True, "window": 4})
+        config = make_config(1, tensor_parallel={"autotp_size": 2}, anomalies=PER_LAYER)
         config["optimizer"] = {"type": "SGD", "params": {"lr": 0.0}}
         engine = start(model, config)
         for step in range(5):
@@ -274,7 +277,7 @@ def watched_stages() -> list[str]:
         specs = pipes.layers()
         specs[4] = pipes.LayerSpec(Deaf, 14)
         module = pipes.PipelineModule(specs, num_stages=2, loss_fn=pipes.cross_entropy)
-        engine = pipes.start(module, pipes.config(1, 2, anomalies={"per_layer": True, "window": 4}))
+        engine = pipes.start(module, pipes.config(1, 2, anomalies=PER_LAYER))
         for step in range(4):
             engine.train_batch(iter([pipes.micro_batch(step, micro, 0) for micro in range(2)]))
         engine.destroy()
@@ -289,22 +292,8 @@ def test_of_a_pipeline_each_layer_is_named_by_the_rank_that_has_it(pool2: RankPo
 
 
 def test_layers_are_not_looked_at_unasked(pool1: RankPool) -> None:
-    ((lines, ops),) = pool1.run(unwatched)
-    assert not [line for line in lines if "dead units" in line or "has been zero" in line] and not ops
-
-
-def unwatched() -> tuple[list[str], list[str]]:
-    looked: list[str] = []
-
-    def run() -> None:
-        engine = start(OddLayers(), make_config(1, anomalies={"enabled": False, "per_layer": True, "window": 2}))
-        assert not engine.runtime.events and not engine.update_metrics.wanted
-        for _ in range(4):
-            engine.backward(engine(torch.zeros(2, 3, dtype=torch.int64), 0.5))
-            engine.step()
-        engine.destroy()
-
-    return lines_of(run), looked
+    (lines,) = pool1.run(odd_layers, 1, anomalies={"enabled": False, **PER_LAYER})
+    assert not [line for line in lines if "dead units" in line or "has been zero" in line]
 
 
 def spiked(**changes: Any) -> list[str]:
@@ -358,8 +347,7 @@ def units_of_calls() -> list[str]:
     try:
         engine = start(Decoder(SHAPE), make_config(3, comms_logger={"debug": True}))
         for step in range(2):
-            engine.backward(engine(torch.randint(30, (4, 16), generator=torch.Generator().manual_seed(step))))
-            engine.step()
+            update(engine, step)
         names = comms_log.LOG.ops()
         engine.destroy()
         return names

@@ -4,59 +4,34 @@ import math
 from typing import Any
 
 import pytest
-import torch
 
 from deepspeed.errors import UsageError
 from deepspeed.tools.verify.grads import full_parameters
-from deepspeed.tools.verify.models import case_named
-from tests.dist.test_late_norm import late as late_norms
+from tests.dist.test_late_norm import Poisoned, late as late_norms
+from tests.harness.lockstep import equal
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
-from tests.harness.training import STAGES, make_config, start, train_step
+from tests.harness.training import STAGES
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def poisoned(stage: int, dtype: str, value: float) -> dict[str, object]:
-    case = case_named("plain")
+def left_out(stage: int, dtype: str, value: float) -> dict[str, Any]:
+    """Of three updates, the second of which is left out: what engine and log say of it."""
     extra = {} if dtype == "fp32" else {dtype: {"enabled": True}}
-    engine = start(case.build(), make_config(stage, gradient_clipping=1.0, **extra))
-    name = "layers.1.0.weight" if "layers.1.0.weight" in dict(engine.module.named_parameters()) else None
-    name = name or [n for n, p in engine.module.named_parameters() if p.dim() == 2][1]
-    target = dict(engine.module.named_parameters())[name]
-    rank = torch.distributed.get_rank()
-    armed = {"now": False}
-
-    def poison(grad: torch.Tensor) -> torch.Tensor:
-        if armed["now"] and rank == 1:
-            grad = grad.clone()
-            grad.view(-1)[0] = value
-        return grad
-
-    target.register_hook(poison)
+    job = Poisoned(stage, [1], value, gradient_clipping=1.0, **extra)
+    engine = job.engine
     with logged() as lines:
-        train_step(engine, case, 0)
+        job.update(0)
         before = full_parameters(engine.module)
-        armed["now"] = True
-        train_step(engine, case, 1)
-        armed["now"] = False
-        after = full_parameters(engine.module)
-        state = (
-            engine.get_global_grad_norm(),
-            engine.skipped_steps,
-            engine.global_steps,
-            engine.optimizer.overflow,
-            engine.was_step_applied(),
-        )
-        train_step(engine, case, 2)
-    unchanged = all(torch.equal(before[k], after[k]) for k in before)
-    return {
-        "name": name,
-        "lines": lines,
-        "state": state,
-        "unchanged": unchanged,
-        "norm": engine.get_global_grad_norm(),
-    }
+        job.update(1)
+        unchanged = equal(before, full_parameters(engine.module))
+        counts = engine.skipped_steps, engine.global_steps, engine.optimizer.overflow, engine.was_step_applied()
+        state = (engine.get_global_grad_norm(), *counts)
+        job.update(2)
+    norm = engine.get_global_grad_norm()
+    engine.destroy()
+    return {"unchanged": unchanged, "state": state, "lines": lines, "norm": norm}
 
 
 @pytest.mark.in_make_test("0-fp32-nan", "1-bf16-inf", "2-fp32-inf", "3-bf16-nan")
@@ -64,51 +39,39 @@ def poisoned(stage: int, dtype: str, value: float) -> dict[str, object]:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_log_names_parameter_rank_and_step(pool2: RankPool, stage: int, dtype: str, value: float) -> None:
-    first, second = pool2.run(poisoned, stage, dtype, value)
+    first, second = pool2.run(left_out, stage, dtype, value)
     for seen in (first, second):
         assert seen["unchanged"]
         assert seen["state"] == (math.inf, 1, 2, True, False)
         assert math.isfinite(seen["norm"])
     said = [line for line in first["lines"] if "not finite" in line]
     assert len(said) == 1
-    assert first["name"] in said[0] and "rank 1" in said[0] and "step 2" in said[0], said[0]
+    assert Poisoned.name in said[0] and "rank 1" in said[0] and "step 2" in said[0], said[0]
 
 
-def skipped_on_and_on(
-    stage: int, limit: int, good: tuple[int, ...], config: dict[str, object]
-) -> tuple[str, list[str]]:
+def skipped_on_and_on(stage: int, limit: int, good: tuple[int, ...], config: dict[str, object]) -> list[str]:
     """Up to ten updates, with bad gradients of rank 1 in all but ``good``; where the job ends, and how."""
-    case = case_named("plain")
-    block = {"nonfinite_updates": limit}
-    engine = start(case.build(), make_config(stage, anomalies=block, **config))
-    name = "layers.1.0.weight" if "layers.1.0.weight" in dict(engine.module.named_parameters()) else None
-    name = name or [n for n, p in engine.module.named_parameters() if p.dim() == 2][1]
-    now = {"bad": False}
-
-    def poison(grad: torch.Tensor) -> torch.Tensor:
-        return grad * math.nan if now["bad"] and torch.distributed.get_rank() == 1 else grad
-
-    dict(engine.module.named_parameters())[name].register_hook(poison)
-    ends = list[str]()
+    bad = set(range(10)) - set(good)
+    job, ends = Poisoned(stage, bad, anomalies={"nonfinite_updates": limit}, **config), list[str]()
     for number in range(10):
-        now["bad"] = number not in good
         try:
-            train_step(engine, case, number)
+            job.update(number)
         except UsageError as error:
             ends.append(f"update {number}: {error}")
             break
-    engine.destroy()
-    return name, ends
+    job.engine.destroy()
+    return ends
 
 
+@pytest.mark.in_make_test("1-at once", "3-late")
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_row_of_skipped_updates_ends_the_job_on_all_ranks(pool2: RankPool, stage: int, late: bool) -> None:  # noqa: FBT001
     ranks = pool2.run(behind if late else skipped_on_and_on, stage, 3, (0, 3), {"bf16": {"enabled": True}})
-    assert ranks[0] == ranks[1]
-    name, ends = ranks[0]
+    ends, others = ranks
+    assert ends == others
     assert len(ends) == 1 and ends[0].startswith("update 6: 3 updates in a row were skipped"), ends
-    assert f"since step 5, when the gradient of {name} was" in ends[0] and "nonfinite_updates" in ends[0], ends
+    assert f"since step 5, when the gradient of {Poisoned.name} was" in ends[0] and "nonfinite_updates" in ends[0], ends
 
 
 def behind(*args: Any) -> Any:
@@ -123,4 +86,4 @@ def behind(*args: Any) -> Any:
     ids=["off", "no row", "adaptive scale"],
 )
 def test_other_jobs_go_on(pool2: RankPool, limit: int, good: tuple[int, ...], config: dict[str, object]) -> None:
-    assert [ends for _, ends in pool2.run(skipped_on_and_on, 2, limit, good, config)] == [[], []]
+    assert pool2.run(skipped_on_and_on, 2, limit, good, config) == [[], []]

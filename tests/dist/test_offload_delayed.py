@@ -6,6 +6,8 @@ w_{t+1} = m_t from the first delayed update on, m_{t+1} before it, and after wha
 
 import contextlib
 from collections.abc import Collection
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,11 +21,20 @@ from deepspeed.tools.verify.reference import GATE_ADAM
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from deepspeed.zero import GatheredParameters
 from tests.dist.test_update_behind import behind, held_back
-from tests.harness.offload import CASES, CPU, PRECISION, same, snapshot
+from tests.harness.offload import (
+    CASES,
+    CPU,
+    PRECISION,
+    at_the_end,
+    differences,
+    differs_resumed,
+    plain_steps,
+    started,
+)
 from tests.harness.pool import RankPool
-from tests.harness.training import here, make_config, outcome, start, train_step
+from tests.harness.training import here, outcome, train_step
 
-STEPS = 7
+CASE, STEPS = "wide_accumulation", 7
 DELAYED = {**CPU, "delayed_update": True}
 
 
@@ -31,7 +42,7 @@ def reference(*, world: int, warm_up: int, clip: float, drains: Collection[int])
     """The masters, and the weights of the next forward, after ``STEPS`` steps by the rule above. ``drains``: after
     these steps (from 0) somebody brought the weights up to date.
     """
-    case = CASES["wide_accumulation"]()
+    case = CASES[CASE]()
     model = case.build().train()
     masters = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, **GATE_ADAM)
@@ -55,15 +66,13 @@ def reference(*, world: int, warm_up: int, clip: float, drains: Collection[int])
 
 def delayed_engine(stage: int, *, offload: dict[str, Any] | None = None, **config: Any) -> Any:
     """With the fp32 model of ``reference``."""
-    case = CASES["wide_accumulation"]()
-    options = {"gradient_accumulation_steps": case.accumulation, **config}
-    return start(case.build().train(), make_config(stage, zero={"offload_optimizer": offload or DELAYED}, **options))
+    return started(stage, {"offload_optimizer": offload or DELAYED}, CASE, **config)
 
 
 def against_reference(stage: int, warm_up: int, clip: float, drains: tuple[int, ...]) -> list[float]:
     """Largest errors of the weights before and after they are brought up to date. Collective."""
     engine = delayed_engine(stage, offload={**DELAYED, "delayed_update_warm_up": warm_up}, gradient_clipping=clip)
-    case = CASES["wide_accumulation"]()
+    case = CASES[CASE]()
     for step in range(STEPS):
         train_step(engine, case, step)
         if step in drains:
@@ -92,42 +101,30 @@ def test_it_is_the_rule_with_plain_torch(
 
 def resumed(folder: str, precision: str) -> list[str]:
     """What differs after a save in the middle between going on and starting from it. Collective."""
-    case, found = CASES["wide_accumulation"](), []
     offload = {**DELAYED, "delayed_update_warm_up": 2}
-    engine = delayed_engine(3, offload=offload, **PRECISION[precision])
-    for step in range(3):
-        train_step(engine, case, step)
-    engine.save_checkpoint(folder)
-    for again in (False, True):
-        if again:
-            engine = delayed_engine(3, offload=offload, **PRECISION[precision])
-            engine.load_checkpoint(folder)
-        losses = [loss for step in range(3, STEPS) for loss in train_step(engine, case, step)]
-        engine.eval()
-        found.append({**snapshot(engine), "losses": torch.tensor(losses)})
-        engine.destroy()
-    return [name for name in found[0] if not same(found[0][name], found[1][name])]
+    make = partial(delayed_engine, 3, offload=offload, **PRECISION[precision])
+    return differs_resumed(make, CASE, 3, STEPS, folder)
 
 
 @pytest.mark.in_make_test("fp16")
 @pytest.mark.parametrize("precision", PRECISION)
 def test_a_save_brings_all_up_to_date_and_training_goes_on_from_it_bit_for_bit(
-    pool2: RankPool, tmp_path: Any, precision: str
+    pool2: RankPool, tmp_path: Path, precision: str
 ) -> None:
     assert pool2.run(resumed, str(tmp_path), precision) == [[], []]
 
 
 def ended(stage: int) -> float:
     """How far the weights of a model whose engine has ended are from the last masters. Collective."""
-    engine, case = delayed_engine(stage), CASES["wide_accumulation"]()
-    for step in range(3):
-        train_step(engine, case, step)
+    engine = delayed_engine(stage)
+    plain_steps(engine, CASE, 0, 3)
     model = engine.module
     masters = {name: safe_get_full_fp32_param(param) for name, param in model.named_parameters()}
     engine.destroy()
     return max(float((param - masters[name]).abs().max()) for name, param in model.named_parameters())
 
 
+@pytest.mark.in_make_test("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_end_of_an_engine_leaves_the_weights_of_its_last_update(pool2: RankPool, stage: int) -> None:
     assert pool2.run(ended, stage) == [0.0, 0.0]
@@ -135,20 +132,17 @@ def test_the_end_of_an_engine_leaves_the_weights_of_its_last_update(pool2: RankP
 
 def overflowed() -> list[str]:
     """A step whose gradients are not finite changes no master, and the update before it is published. Collective."""
-    case, found = CASES["wide_accumulation"](), []
+    case, found = CASES[CASE](), []
     for bad in (False, True):
-        engine = delayed_engine(2, **PRECISION["bf16"], **{"gradient_clipping": 0.0})
-        for step in range(3):
-            train_step(engine, case, step)
+        engine = delayed_engine(2, **PRECISION["bf16"])
+        plain_steps(engine, CASE, 0, 3)
         if bad:
             for _micro in range(case.accumulation):
                 engine.backward(engine(torch.full((2, IN_FEATURES), float("inf"), dtype=torch.bfloat16)).sum())
                 engine.step()
             assert not engine.was_step_applied()
-        engine.eval()
-        found.append({k: v for k, v in snapshot(engine).items()})
-        engine.destroy()
-    return [name for name in found[0] if not same(found[0][name], found[1].get(name, torch.empty(0)))]
+        found.append(at_the_end(engine, []))
+    return differences(*found)
 
 
 def test_an_overflow_between_two_updates(pool2: RankPool) -> None:
@@ -156,34 +150,30 @@ def test_an_overflow_between_two_updates(pool2: RankPool) -> None:
 
 
 # -- in a thread -----------------------------------------------------------------------------------------------------
-def trained(precision: str, stage: int, *, look: bool) -> dict[str, Tensor]:
-    """States after some steps; with ``look`` masters and slots are read, and one is written, while updates go on."""
-    case = CASES["wide_accumulation"]()
-    engine = delayed_engine(stage, **PRECISION[precision], **{"gradient_clipping": 0.05})
+LOOKS = 4  # from this step on
+
+
+def trained(precision: str, stage: int) -> dict[str, Tensor]:
+    """States after some steps, behind the later of which masters and slots are read, and one is written, while updates
+    go on.
+    """
+    engine = delayed_engine(stage, **PRECISION[precision], gradient_clipping=0.05)
     weight, seen = engine.module.inp.weight, []
     for step in range(STEPS):
-        train_step(engine, case, step)
-        if look:
-            slot = safe_get_full_optimizer_state(weight, "exp_avg")  # None before a first update that is not skipped
-            seen += [safe_get_full_fp32_param(weight), torch.zeros(1) if slot is None else slot]
-        if look and step == 3:
-            safe_set_full_fp32_param(weight, torch.full_like(seen[-2], 0.25))
-    engine.eval()
-    found = {**snapshot(engine), **{f"seen {i}": value for i, value in enumerate(seen)}}
-    engine.destroy()
-    return found
+        plain_steps(engine, CASE, step, step + 1)
+        if step >= LOOKS:
+            seen += [safe_get_full_fp32_param(weight), safe_get_full_optimizer_state(weight, "exp_avg")]
+        if step == LOOKS:
+            safe_set_full_fp32_param(weight, torch.full_like(seen[0], 0.25))
+    return at_the_end(engine, []) | {f"seen {i}": value for i, value in enumerate(seen)}
 
 
 def in_a_thread(precision: str, stage: int) -> list[str]:
     """What differs from updates that the program waits for. Collective."""
-    bad = []
-    for look in (False, True):
-        wanted = trained(precision, stage, look=look)
-        with behind() as turns:
-            found = trained(precision, stage, look=look)
-        bad += [f"{look}: {k}" for k in wanted.keys() | found.keys() if k not in found or not same(wanted[k], found[k])]
-        bad += [] if turns else ["nothing was done behind"]
-    return bad
+    wanted = trained(precision, stage)
+    with behind() as turns:
+        found = trained(precision, stage)
+    return differences(wanted, found) + ([] if turns else ["nothing was done behind"])
 
 
 @pytest.mark.in_make_test("bf16-2")
@@ -196,7 +186,7 @@ def waited_in_forward() -> list[bool]:
     """Whether the updates of a step had ended after the forward and backward of the next."""
     case, ended = CASES["wide"](), []
     with held_back() as turns:
-        engine = start(case.build().train(), make_config(3, zero={"offload_optimizer": DELAYED}))
+        engine = started(3, {"offload_optimizer": DELAYED})
         for step in range(3):
             (loss,) = case.seeded_loss(engine, here(step))
             engine.backward(loss)
@@ -213,7 +203,7 @@ def test_forward_and_backward_do_not_wait_for_it(pool1: RankPool) -> None:
 # -- what looks on, and what reads whole weights ---------------------------------------------------------------------
 def watched(precision: str) -> list[str]:
     """What differs where a hook sees some updates on the first rank alone; and what it has not seen. Collective."""
-    case, found, seen = CASES["wide_accumulation"](), [], []
+    case, found, seen = CASES[CASE](), [], []
     for hooked in (False, True):
         engine = delayed_engine(3, **PRECISION[precision])
         for step in range(STEPS):
@@ -224,12 +214,9 @@ def watched(precision: str) -> list[str]:
             train_step(engine, case, step)
             if handle is not None:
                 handle.remove()
-        engine.eval()
-        found.append(snapshot(engine))
         rank = engine.global_rank
-        engine.destroy()
-    bad = [name for name in found[0] if not same(found[0][name], found[1][name])]
-    return bad + ([f"seen: {seen}"] if rank == 0 and (not seen or any(map(any, seen))) else [])
+        found.append(at_the_end(engine, []))
+    return differences(*found) + ([f"seen: {seen}"] if rank == 0 and (not seen or any(map(any, seen))) else [])
 
 
 @pytest.mark.in_make_test("fp32")
@@ -240,14 +227,13 @@ def test_a_hook_on_one_rank_sees_the_update_and_changes_no_bit(pool2: RankPool, 
 
 def consolidated() -> list[bool]:
     """Whether what somebody may edit, and all whole weights for a file, are of the last masters. Collective."""
-    case, engine = CASES["wide_accumulation"](), delayed_engine(3)
-    for step in range(3):
-        train_step(engine, case, step)
+    engine = delayed_engine(3)
+    plain_steps(engine, CASE, 0, 3)
     weight = engine.module.inp.weight
     master = safe_get_full_fp32_param(weight)
     with GatheredParameters(weight, modifier_rank=0):
         edited = torch.equal(weight.detach(), master)
-    train_step(engine, case, 3)
+    plain_steps(engine, CASE, 3, 4)
     masters = {name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
     whole = engine._zero3_consolidated_16bit_state_dict()
     engine.destroy()
@@ -259,91 +245,38 @@ def test_what_saves_or_edits_whole_weights_has_the_last_update(pool2: RankPool) 
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------
-def failed_alone(way: str, door: str, folder: str, stage: int, offload: dict[str, Any]) -> list[str]:
-    """A kernel fails on the second rank in the second update: what this rank hears at ``door``, and at the end."""
-    case = CASES["wide"]()
-    with behind() if way == "thread" else contextlib.nullcontext():
-        zero = {"offload_optimizer": offload, "stage3_gather_16bit_weights_on_model_save": True}
-        engine = start(case.build().train(), make_config(stage, zero=zero))
+def failed_in_the_program(door: str, folder: str, stage: int, offload: dict[str, Any]) -> list[str]:
+    """A kernel fails on the second rank in the second update, which the program waits for: what this rank hears in that
+    step, and then in the next or in a save. Collective.
+    """
+    patience = mock.patch("deepspeed.zero.sync.failures._PATIENCE_S", 0.5)
+    with patience if door == "save" else contextlib.nullcontext():
+        engine, case = started(stage, {"offload_optimizer": offload}), CASES["wide"]()
         train_step(engine, case, 0)
         engine.runtime.update.wait()
-        update = type(engine.basic_optimizer)._update_group
-        if engine.global_rank == 1:
-            type(engine.basic_optimizer)._update_group = _raise
-        said = outcome(lambda: train_step(engine, case, 1))
-        if engine.runtime.worker is not None and engine.runtime.worker._last is not None:
-            engine.runtime.worker._last._ended.wait()
-        type(engine.basic_optimizer)._update_group = update
-        doors = {
-            "step": lambda: train_step(engine, case, 2),
-            "eval": lambda: engine.eval(),
-            "destroy": lambda: engine.destroy(),
-            "save": lambda: engine.save_checkpoint(folder),
-            "stream": lambda: engine.stream_weights(),
-            "pretrained": lambda: engine.save_pretrained(folder),
-            "16 bit": lambda: engine.save_16bit_model(folder),
-            "unsharded": lambda: engine.unsharded().__enter__(),
-            "edit": lambda: GatheredParameters(engine.module.parameters(), modifier_rank=0).__enter__(),
-            "load": lambda: engine.load_module_state_dict(case.build().state_dict()),
-        }
-        heard = [said, outcome(doors[door])]
-        if door not in ("step", "destroy"):
-            heard.append(outcome(lambda: train_step(engine, case, 2)))
+        fails = mock.patch.object(type(engine.basic_optimizer), "_update_group", side_effect=ArithmeticError("planted"))
+        with fails if engine.global_rank == 1 else contextlib.nullcontext():
+            heard = [outcome(lambda: train_step(engine, case, 1))]
+        doors = {"step": lambda: train_step(engine, case, 2), "save": lambda: engine.save_checkpoint(folder)}
+        heard.append(outcome(doors[door]))
         outcome(engine.destroy)
     return heard
 
 
-def _raise(*_: Any) -> None:
-    raise ArithmeticError("planted")
-
-
-WHOLE = ("save", "stream", "pretrained", "16 bit", "unsharded", "edit", "load")
-
-
-@pytest.mark.in_make_test(
-    "thread-step-2-offload0",
-    "thread-eval-2-offload1",
-    "thread-destroy-2-offload2",
-    "program-step-2-offload3",
-    "thread-stream-3-offload5",
-    "thread-save-3-offload11",
-    "thread-stream-3-offload12",
-    "thread-save-2-offload18",
-)
-@pytest.mark.parametrize(
-    ("way", "door", "stage", "offload"),
-    [
-        ("thread", "step", 2, DELAYED),
-        ("thread", "eval", 2, DELAYED),
-        ("thread", "destroy", 2, DELAYED),
-        ("program", "step", 2, DELAYED),
-        *(("thread", door, 3, DELAYED) for door in WHOLE),
-        *(("thread", door, 3, CPU) for door in WHOLE),
-        ("thread", "save", 2, DELAYED),
-    ],
-)
-def test_one_rank_that_fails_ends_all_with_its_name(
-    pool2: RankPool, tmp_path: Any, way: str, door: str, stage: int, offload: dict[str, Any]
-) -> None:
-    other, own = pool2.run(failed_alone, way, door, str(tmp_path), stage, offload, time_limit=40)
+def test_one_rank_that_fails_ends_all_with_its_name(pool2: RankPool, tmp_path: Path) -> None:
+    """In a thread, and at every other door: test_failed_late_update.py."""
+    other, own = pool2.run(failed_in_the_program, "step", str(tmp_path), 2, DELAYED, time_limit=40)
     assert "planted" in own[0] + own[1], own
     assert "rank 1" in other[1] and "planted" in other[1], (other, own)
-    assert "planted" in own[-1] and "rank 1" in other[-1], "goes on"
-
-
-def failed_before_a_save(folder: str, stage: int, offload: dict[str, Any]) -> list[str]:
-    """The same where the program itself updates: the first rank goes on to a save."""
-    with mock.patch("deepspeed.zero.sync.failures._PATIENCE_S", 0.5):
-        return failed_alone("program", "save", folder, stage, offload)
 
 
 @pytest.mark.parametrize(
     ("stage", "offload"), [(2, CPU), *(pytest.param(s, DELAYED, marks=pytest.mark.exhaustive) for s in (1, 3))]
 )
 def test_a_save_by_the_others_names_the_rank_whose_update_has_failed(
-    pool2: RankPool, tmp_path: Any, stage: int, offload: dict[str, Any]
+    pool2: RankPool, tmp_path: Path, stage: int, offload: dict[str, Any]
 ) -> None:
-    other, own = pool2.run(failed_before_a_save, str(tmp_path), stage, offload, time_limit=40)
+    other, own = pool2.run(failed_in_the_program, "save", str(tmp_path), stage, offload, time_limit=40)
     assert "planted" in own[0], own
     assert "rank 1 failed: ArithmeticError: planted" in other[1], other
     pool2.close(at_once=True)  # their connections are closed
@@ -358,10 +291,7 @@ def twice(stage: int, offload: dict[str, Any]) -> dict[str, Tensor]:
         engine.step()
         engine.backward(loss)
         engine.step()
-    engine.eval()
-    found = snapshot(engine)
-    engine.destroy()
-    return found
+    return at_the_end(engine, [])
 
 
 def second_backwards(stage: int) -> list[str]:
@@ -371,10 +301,11 @@ def second_backwards(stage: int) -> list[str]:
         wanted = twice(stage, offload)
         with behind(0.02):
             found = twice(stage, offload)
-        bad += [f"{name}: {key}" for key in wanted if not same(wanted[key], found[key])]
+        bad += differences(wanted, found, f"{name}: ")
     return bad
 
 
+@pytest.mark.in_make_test("2")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_second_backward_through_a_graph_from_before_the_step(pool1: RankPool, stage: int) -> None:
     assert pool1.run(second_backwards, stage) == [[]]

@@ -29,20 +29,20 @@ from deepspeed.utils import (
 from deepspeed.zero.update.speculative import EarlyUpdate
 from tests.dist.test_offload_parity import interrupted
 from tests.dist.test_update_behind import behind
-from tests.harness.offload import CASES, CPU, PRECISION, same, snapshot
+from tests.harness.offload import CASES, CPU, PRECISION, Plan, Variant, differences, started, train
 from tests.harness.pool import RankPool
-from tests.harness.training import here, make_config, start, train_step
+from tests.harness.training import here, train_step
 
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(try_load(CPU_ADAM) is None, reason="no C++ compiler: no kernel computes it"),
 ]
 EARLY = {**CPU, "super_offload": True}
-STEPS = 5
+CASE, STEPS = "wide_accumulation", 5
 
 
 class Seen:
-    """What has become of the updates that began early."""
+    """Counts of what has become of the updates that began early."""
 
     def __init__(self) -> None:
         self.begun = self.taken = self.redone = self.forgotten = 0
@@ -78,12 +78,11 @@ def watched(*, delay_s: float = 0.0, finished: bool = True) -> Iterator[Seen]:
         yield seen
 
 
-def engine_of(stage: int, precision: str, *, early: bool, case: str = "wide_accumulation", **config: Any) -> Any:
-    made = CASES[case]()
-    options = {"gradient_accumulation_steps": made.accumulation, **PRECISION[precision], **config}
-    # several units at every stage
-    zero = {"offload_optimizer": EARLY if early else CPU, "reduce_bucket_size": 5000}
-    return start(made.build().train(), make_config(stage, zero=zero, **options))
+SEVERAL_UNITS = {"reduce_bucket_size": 5000}  # at every stage
+
+
+def early_engine(stage: int) -> Any:
+    return started(stage, {"offload_optimizer": EARLY, **SEVERAL_UNITS}, **PRECISION["bf16"])
 
 
 def plainly(engine: Any, case: Any) -> list[float]:
@@ -93,17 +92,16 @@ def plainly(engine: Any, case: Any) -> list[float]:
 Loop = Callable[[Any, Any], list[float]]
 
 
-def both(stage: int, precision: str, clip: float, loop: Loop = plainly, case: str = "wide_accumulation") -> Any:
-    """What differs from updates at once, and what was seen of those that began early. Collective."""
-    found = []
-    for early in (False, True):
-        with watched() if early else contextlib.nullcontext(Seen()) as seen:
-            engine = engine_of(stage, precision, early=early, case=case, gradient_clipping=clip)
-            losses = loop(engine, CASES[case]())
-            found.append({**snapshot(engine), "losses": torch.tensor(losses)})
-            engine.destroy()
-    keys = found[0].keys() | found[1].keys()
-    return [k for k in keys if not all(k in f for f in found) or not same(found[0][k], found[1][k])], vars(seen)
+def both(stage: int, precision: str, clip: float, loop: Loop = plainly, case: str = CASE, **slow: Any) -> Any:
+    """What differs from updates at once, and what was seen of those that began early, ``slow`` as ``watched`` has it.
+    Collective.
+    """
+    config = {**PRECISION[precision], "gradient_clipping": clip, "zero": SEVERAL_UNITS}
+    plan = Plan(case, stage, config, loop=loop)
+    wanted = train(plan, Variant({"offload_optimizer": CPU}))
+    with watched(**slow) as seen:
+        found = train(plan, Variant({"offload_optimizer": EARLY}))
+    return differences(wanted, found), vars(seen)
 
 
 @pytest.mark.in_make_test("3-bf16-0.0", "3-fp16-1000.0")
@@ -117,12 +115,14 @@ def test_not_one_bit_differs_where_the_step_takes_them(
     assert bad == [] and seen["taken"] > 0, seen
 
 
+@pytest.mark.in_make_test("2-fp16", "3-bf16")
 @pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16")])
 def test_nor_on_two_ranks(pool2: RankPool, stage: int, precision: str) -> None:
     for bad, seen in pool2.run(both, stage, precision, 1000.0):
         assert bad == [] and seen["taken"] > 0, seen
 
 
+@pytest.mark.in_make_test("3")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_none_begins_where_masters_are_the_parameters_that_the_backward_reads(pool1: RankPool, stage: int) -> None:
     """In fp32 on ranks without an accelerator."""
@@ -130,6 +130,7 @@ def test_none_begins_where_masters_are_the_parameters_that_the_backward_reads(po
     assert bad == [] and seen["begun"] == 0, seen
 
 
+@pytest.mark.in_make_test("2")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_nor_where_every_step_clips_and_takes_none(pool1: RankPool, stage: int) -> None:
     ((bad, seen),) = pool1.run(both, stage, "bf16", 0.01)
@@ -193,10 +194,10 @@ def _raise(*_: Any, **__: Any) -> None:
 
 # What a program does between backward and step otherwise, tests/fuzz draws.
 LOOPS: dict[str, tuple[str, Loop]] = {
-    "looking": ("wide_accumulation", _looking),
+    "looking": (CASE, _looking),
     "held": ("wide", _held),
     "raising": ("wide", _raising),
-    "interrupted": ("wide_accumulation", interrupted),
+    "interrupted": (CASE, interrupted),
 }
 
 
@@ -244,6 +245,7 @@ def one_raises(stage: int) -> Any:
     return both(stage, "bf16", 1000.0, _one_raises, "wide")
 
 
+@pytest.mark.in_make_test("3")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_failure_of_one_rank_leaves_the_batch_undone_on_both(pool2: RankPool, stage: int) -> None:
     for bad, seen in pool2.run(one_raises, stage):
@@ -253,7 +255,7 @@ def test_a_failure_of_one_rank_leaves_the_batch_undone_on_both(pool2: RankPool, 
 def dropped(stage: int) -> list[str]:
     """What is left of an engine that ends when updates have begun, are slow, and wait for a step."""
     with watched(delay_s=0.05, finished=False) as seen:
-        engine, case = engine_of(stage, "bf16", early=True, case="wide"), CASES["wide"]()
+        engine, case = early_engine(stage), CASES["wide"]()
         for step in range(2):
             train_step(engine, case, step)
         (loss,) = case.seeded_loss(engine, here(2))
@@ -267,33 +269,25 @@ def dropped(stage: int) -> list[str]:
     return [str(thing()) for thing in gone if thing() is not None] + threads + ([] if begun else ["none has begun"])
 
 
+@pytest.mark.in_make_test("2")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_engine_that_ends_before_the_step_takes_its_thread_along(pool1: RankPool, stage: int) -> None:
     assert pool1.run(dropped, stage) == [[]]
 
 
-def hurried(stage: int) -> list[str]:
-    """What differs where the step comes while the thread computes. Collective."""
-    found = []
-    for early in (False, True):
-        with watched(delay_s=0.003, finished=False) if early else contextlib.nullcontext():
-            engine = engine_of(stage, "bf16", early=early)
-            plainly(engine, CASES["wide_accumulation"]())
-            found.append(snapshot(engine))
-            engine.destroy()
-    return [k for k in found[0] if not same(found[0][k], found[1][k])]
-
-
+@pytest.mark.in_make_test("3")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_nor_where_the_step_comes_in_between(pool1: RankPool, stage: int) -> None:
-    assert pool1.run(hurried, stage) == [[]]
+    """While the thread computes."""
+    ((bad, seen),) = pool1.run(both, stage, "bf16", 0.0, delay_s=0.003, finished=False)
+    assert bad == [] and seen["begun"] > 0, seen
 
 
 def local_masters() -> list[bool]:
     """Of what a client has read of every master: whether it still is of that step when the places have changed."""
     case = CASES["wide"]()
     with watched() as seen:
-        engine = engine_of(2, "bf16", early=True, case="wide")
+        engine = early_engine(2)
         for step in range(2):
             train_step(engine, case, step)
         read = [safe_get_local_fp32_param(param) for param in engine.module.parameters()]
@@ -310,10 +304,9 @@ def test_a_master_that_was_read_shows_no_other_units(pool1: RankPool) -> None:
 
 def kept(folder: str) -> list[bool]:
     """Of a save between backward and step: whether it has the states from before the step."""
-    case, engine = CASES["wide"](), engine_of(2, "bf16", early=True, case="wide")
+    case = CASES["wide"]()
     with watched() as seen:
-        engine.destroy()
-        engine = engine_of(2, "bf16", early=True, case="wide")
+        engine = early_engine(2)
         for step in range(3):
             train_step(engine, case, step)
         weight = engine.module.inp.weight

@@ -18,14 +18,10 @@ from deepspeed.ops.lion import DeepSpeedCPULion
 from deepspeed.tools.verify.models import case_named
 from deepspeed.tools.verify.reference import trainable
 from deepspeed.zero.update.partial import Turns
-from tests.harness.offload import (
-    FEW,
-    Plan,
-    check,
-    compare,
-)
+from tests.harness.offload import FEW, Plan, check, compare
 from tests.harness.plain_optim import PlainOptimizer, UserElementwise, UserWholeTensor
 from tests.harness.pool import RankPool
+from tests.harness.rows import for_each
 from tests.harness.training import make_config, start, train_step
 
 pytestmark = pytest.mark.timeout(120)
@@ -127,69 +123,49 @@ def test_optimizers_on_two_ranks(pool2: RankPool, tmp_path: Path, name: str) -> 
 
 
 class Accumulating(UserElementwise):
-    """Keeps a running value over all parameters of its group."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        group["seen"] = group.get("seen", 0.0) + float(g.abs().sum())
-        super().update(p, g / (1 + group["seen"]), state, group)
-
-
-class AccumulatingTensor(UserElementwise):
-    """The same in a tensor of the group."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        seen = group.setdefault("seen", torch.zeros(()))
-        seen += g.abs().sum()
-        super().update(p, g / (1 + seen), state, group)
-
-
-class AccumulatingElsewhere(UserElementwise):
-    """The same in an attribute of the optimizer."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        self.seen = getattr(self, "seen", 0.0) + float(g.abs().sum())
-        super().update(p, g / (1 + self.seen), state, group)
-
-
-class CountingTensor(UserElementwise):
-    """Counts its steps in a tensor of the group, as capturable optimizers do."""
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group.setdefault("count", torch.zeros((), dtype=torch.int32)).add_(1)
-        super().step(closure)
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        super().update(p, g / group["count"], state, group)
-
-
-class CountingInside(UserElementwise):
-    """Counts its steps in a dict or in a list; a key of the state is for the turns below."""
+    """Keeps a running value over all parameters: a number or a tensor of their group, or an attribute."""
 
     def __init__(self, *args: Any, place: str, **settings: Any) -> None:
         super().__init__(*args, **settings)
+        self.place = place
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        seen = g.abs().sum()
+        if self.place == "tensor":
+            seen = group.setdefault("seen", torch.zeros(())).add_(seen)
+        elif self.place == "number":
+            seen = group["seen"] = group.get("seen", 0.0) + float(seen)
+        else:
+            seen = self.seen = getattr(self, "seen", 0.0) + float(seen)
+        super().update(p, g / (1 + seen), state, group)
+
+
+class CountingElsewhere(UserElementwise):
+    """Counts its steps not as a number of the group: in a tensor of it, as capturable optimizers do, in an attribute,
+    or inside of one.
+    """
+
+    def __init__(self, *args: Any, place: str, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.place = place
         self.counts: Any = {0: 0} if place == "dict" else [0]
 
     def step(self, closure: Any = None) -> None:
-        self.counts[0] += 1
+        if self.place == "tensor":
+            for group in self.param_groups:
+                group.setdefault("count", torch.zeros((), dtype=torch.int32)).add_(1)
+        elif self.place == "attribute":
+            self.count = getattr(self, "count", 0) + 1
+        else:
+            self.counts[0] += 1
         super().step(closure)
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        super().update(p, g / self.counts[0], state, group)
+        of_attributes = self.count if self.place == "attribute" else self.counts[0]
+        super().update(p, g / (group["count"] if self.place == "tensor" else of_attributes), state, group)
 
 
-class CountingItself(UserElementwise):
-    """Counts its steps in an attribute."""
-
-    def step(self, closure: Any = None) -> None:
-        self.count = getattr(self, "count", 0) + 1
-        super().step(closure)
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        super().update(p, g / self.count, state, group)
-
-
-def refused_or_equal(factory: type[PlainOptimizer], folder: str, way: str) -> str:
+def refused_or_equal(factory: Callable[..., PlainOptimizer], folder: str, way: str) -> str:
     """ "equal", the refusal, or what differs."""
     plan = Plan(steps=3)
     plan.optimizer = lambda model: factory(groups_of(model))
@@ -199,25 +175,22 @@ def refused_or_equal(factory: type[PlainOptimizer], folder: str, way: str) -> st
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("factory", [Accumulating, AccumulatingTensor, AccumulatingElsewhere])
-def test_an_optimizer_with_a_global_value_is_refused_on_a_drive(
-    pool1: RankPool, tmp_path: Path, factory: type[PlainOptimizer]
-) -> None:
+@pytest.mark.parametrize("place", ["number", "tensor", "attribute"])
+def test_an_optimizer_with_a_global_value_is_refused_on_a_drive(pool1: RankPool, tmp_path: Path, place: str) -> None:
+    factory = partial(Accumulating, place=place)
     (told,) = pool1.run(refused_or_equal, factory, str(tmp_path), "tiles")
-    assert told.startswith("UsageError") and factory.__name__ in told and "cpu" in told, told
+    assert told.startswith("UsageError") and "Accumulating" in told and "cpu" in told, told
     assert pool1.run(refused_or_equal, factory, str(tmp_path), "optim cpu") == ["equal"]
 
 
-INSIDE = [partial(CountingInside, place=place) for place in ("dict", "list")]
-
-
-@pytest.mark.parametrize("factory", [Counting, CountingTensor, CountingItself, *INSIDE])
-def test_a_count_of_steps_goes_up_once_a_step(pool1: RankPool, tmp_path: Path, factory: Any) -> None:
+@pytest.mark.parametrize("place", ["group", "tensor", "attribute", "dict", "list"])
+def test_a_count_of_steps_goes_up_once_a_step(pool1: RankPool, tmp_path: Path, place: str) -> None:
     """In the group as a number, and inside of attributes, it works; kept elsewhere it works or is refused, and never
     counts the tiles.
     """
+    factory = Counting if place == "group" else partial(CountingElsewhere, place=place)
     (told,) = pool1.run(refused_or_equal, factory, str(tmp_path), "tiles")
-    assert told == "equal" or (factory in (CountingTensor, CountingItself) and told.startswith("UsageError")), told
+    assert told == "equal" or (place in ("tensor", "attribute") and told.startswith("UsageError")), told
 
 
 def _drive(folder: str, **changes: Any) -> dict[str, Any]:
@@ -281,30 +254,31 @@ def test_trust_ratios_of_all_parameters_are_known(pool1: RankPool) -> None:
 # -- one step in several turns ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "first, second",
-    [
-        (lambda: torch.tensor([float("nan"), 1.0]), lambda: torch.tensor([float("nan"), 1.0])),
-        (lambda: 1, lambda: 1.0),
-        (lambda: torch.ones(1, requires_grad=True) * 2, lambda: torch.ones(1, requires_grad=True) * 2),
-    ],
-    ids=["not a number", "a count that becomes a float", "with a graph"],
-)
+def turns_that_keep(*values: Callable[[], Any]) -> Turns:
+    """One step in as many turns, each of which leaves a value in the optimizer."""
+    optimizer: Any = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.kept, left = 0, iter(values)
+    turns = Turns(optimizer)
+    optimizer.step = lambda: setattr(optimizer, "kept", next(left)())
+    return turns
+
+
+NOT_A_NUMBER = partial(torch.tensor, [float("nan"), 1.0])
+WITH_A_GRAPH: Callable[[], Tensor] = lambda: torch.ones(1, requires_grad=True) * 2  # noqa: E731
+
+
+@for_each(("first", "second"), [(NOT_A_NUMBER, NOT_A_NUMBER), (lambda: 1, lambda: 1.0), (WITH_A_GRAPH, WITH_A_GRAPH)])
 def test_what_is_equal_after_every_turn_is_no_fault(first: Any, second: Any) -> None:
-    optimizer: Any = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    optimizer.kept = 0
-    turns, values = Turns(optimizer), iter([first, second])
-    optimizer.step = lambda: setattr(optimizer, "kept", next(values)())
+    """Nor is a count that becomes a float."""
+    turns = turns_that_keep(first, second)
     turns.take([])
     turns.take([])
 
 
-@pytest.mark.parametrize("second", [torch.zeros(3), torch.ones(2), 0.0], ids=["shape", "values", "no tensor"])
+@for_each("second", [torch.zeros(3), torch.ones(2), 0.0])
 def test_what_differs_between_turns_is_said(second: Any) -> None:
-    optimizer: Any = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    optimizer.kept = 0
-    turns, values = Turns(optimizer), iter([torch.zeros(2), second])
-    optimizer.step = lambda: setattr(optimizer, "kept", next(values))
+    """Its shape, its values, or that it is no tensor any more."""
+    turns = turns_that_keep(lambda: torch.zeros(2), lambda: second)
     turns.take([])
     with pytest.raises(UsageError, match="keeps kept of the optimizer"):
         turns.take([])

@@ -26,15 +26,18 @@ from deepspeed.zero import build as zero_build
 from deepspeed.zero.memory import tiers
 from tests.harness.offload import (
     CASES,
+    CPU,
+    FEW,
     STEPS,
     Plan,
+    Variant,
     check,
     compare,
     descriptors,
+    differences,
+    differs_from,
     engine_for,
     open_files,
-    same,
-    snapshot,
     train,
     variants,
 )
@@ -49,40 +52,28 @@ ROOT = Path(__file__).resolve().parents[2]
 # -- paths ---------------------------------------------------------------------------------------------------------
 
 
-def path_refusals(folder: str) -> dict[str, str]:
-    """What is said about folders that cannot be used."""
-    file = Path(folder) / "file"
-    file.write_text("mine")
-    paths = {
-        "missing": f"{folder}/not/there",
-        "file": str(file),
-        "home": "~/drive",
-        "readonly": "/sys/kernel" if os.geteuid() == 0 else "/",
-    }
-    told = {name: outcome(lambda path=path: engine_for("both nvme", path)) for name, path in paths.items()}
+def refused_paths(folder: str) -> list[str]:
+    """What is said of a path with a tilde, and of a folder that this user may not write."""
     locked = Path(folder) / "locked"
     locked.mkdir(mode=0o000)
+    told = [outcome(lambda: engine_for("optim nvme", "~/drive"))]
     if os.geteuid() == 0:
         os.seteuid(65534)
     try:
-        told["locked"] = outcome(lambda: engine_for("optim nvme", str(locked)))
+        told.append(outcome(lambda: engine_for("optim nvme", str(locked))))
     finally:
         if os.getuid() == 0:
             os.seteuid(0)
-    assert file.read_text() == "mine"
     return told
 
 
 def test_a_path_that_cannot_be_used_is_a_sentence(pool1: RankPool, tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
-    for parent in tmp_path.parents[:3]:
-        parent.chmod(0o755)
-    (told,) = pool1.run(path_refusals, str(tmp_path))
-    for name, said in told.items():
-        assert "UsageError" in said and "nvme_path" in said, (name, said)
-    assert "is the drive mounted" in told["missing"] and "not" in told["missing"]
-    assert "may write" in told["locked"], told["locked"]
-    assert "is a file" in told["file"] and "write the whole path" in told["home"], told
+    """Of others tests/ops/test_staging_and_stored.py has it, of a drive that is not mounted test_bad_input.py."""
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)
+    (told,) = pool1.run(refused_paths, str(tmp_path))
+    assert all("UsageError" in said and "nvme_path" in said for said in told), told
+    assert "write the whole path" in told[0] and "may write" in told[1], told
 
 
 def one_rank_has_no_drive(folder: str) -> str:
@@ -107,7 +98,7 @@ def test_a_drive_that_holds_nothing_takes_no_space(tmp_path: Path) -> None:
 def folder_vanishes(folder: str) -> list[str]:
     """The folder is removed between two steps."""
     case = CASES["wide"]()
-    wanted = train(Plan(steps=3), variants(folder)["none"])
+    wanted = train(Plan(steps=3), Variant())
     engine = engine_for("grads nvme", f"{folder}/sub")
     train_step(engine, case, 0)
     dist.barrier()
@@ -115,7 +106,7 @@ def folder_vanishes(folder: str) -> list[str]:
     assert not os.path.exists(f"{folder}/sub")
     train_step(engine, case, 1)
     train_step(engine, case, 2)
-    bad = [k for k, v in snapshot(engine).items() if not same(wanted[k], v)]
+    bad = differs_from(wanted, engine)
     engine.destroy()
     return bad
 
@@ -124,36 +115,51 @@ def test_a_folder_that_vanishes_does_no_harm(pool2: RankPool, tmp_path: Path) ->
     check(pool2.run(folder_vanishes, str(tmp_path)))
 
 
-def without_o_direct(folder: str, *, simulate: bool) -> list[str]:
-    """A filesystem that refuses O_DIRECT."""
+def _no_direct_io(patch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument", path)
+        return real(path, flags, *rest, **named)
+
+    patch.setattr(os, "open", refuse)
+
+
+# What drives have in place of io_uring and direct IO, and what is then to be seen of them.
+CONDITIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Any], bool]]] = {
+    "threads": (lambda patch: patch.setenv("DS_AIO_BACKEND", "threads"), lambda drive: drive.backend == "threads"),
+    "libaio": (lambda patch: patch.setenv("DS_AIO_BACKEND", "libaio"), lambda drive: drive.backend == "libaio"),
+    "no native code": (lambda patch: patch.setattr(aio, "try_load", lambda _: None), lambda d: d.backend == "python"),
+    "no O_DIRECT": (_no_direct_io, lambda drive: not drive.direct),
+}
+
+
+def under_conditions(name: str, folder: str) -> list[str]:
+    """What differs where the folder, or the machine, has it otherwise. Collective."""
+    change, seen = CONDITIONS[name]
     with pytest.MonkeyPatch.context() as patch:
-        if simulate:
-            real = os.open
-
-            def refuse(path: Any, flags: int, *rest: Any, **named: Any) -> int:
-                if flags & os.O_DIRECT:
-                    raise OSError(errno.EINVAL, "Invalid argument", path)
-                return real(path, flags, *rest, **named)
-
-            patch.setattr(os, "open", refuse)
-            engine = engine_for("both nvme", folder)
-            assert not any(d.direct for d in engine._parts.tiers.drives) and any(
-                "page cache" in said for said in engine.places()
-            )
-            engine.destroy()
-        return compare(Plan(steps=3), folder, ("one buffer", "grads nvme"))
+        patch.delenv("DS_AIO_BACKEND", raising=False)
+        change(patch)
+        engine = engine_for("both nvme", folder)
+        bad = [] if all(map(seen, engine._parts.tiers.drives)) else [f"the drives do not show {name}"]
+        if name == "no O_DIRECT" and not any("page cache" in said for said in engine.places()):
+            bad.append("it does not say that the page cache takes part")
+        engine.destroy()
+        return bad + compare(Plan(steps=3), folder, FEW)
 
 
-def test_no_o_direct(pool2: RankPool, tmp_path: Path) -> None:
-    check(pool2.run(without_o_direct, str(tmp_path), simulate=True))
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_other_ways_of_io_change_no_bit(pool1: RankPool, tmp_path: Path, name: str) -> None:
+    check(pool1.run(under_conditions, name, str(tmp_path)))
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no tmpfs at /dev/shm")
-def test_tmpfs(pool2: RankPool) -> None:
+def test_tmpfs(pool1: RankPool) -> None:
     folder = f"/dev/shm/ds-test-{os.getpid()}"
     os.mkdir(folder)
     try:
-        check(pool2.run(without_o_direct, folder, simulate=False))
+        check(pool1.run(compare, Plan(steps=3), folder, FEW))
         assert os.listdir(folder) == []
     finally:
         os.rmdir(folder)
@@ -176,7 +182,7 @@ while True:
 def beside_a_killed_job(folder: str, python: str) -> list[str]:
     """This job trains on; another one on the same path is killed in the middle, and a third one starts after it."""
     case = CASES["wide"]()
-    wanted = train(Plan(), variants(folder)["none"])
+    wanted = train(Plan(), Variant())
     engine = engine_for("grads nvme", folder)
     for step in range(2):
         train_step(engine, case, step)
@@ -207,7 +213,7 @@ def beside_a_killed_job(folder: str, python: str) -> list[str]:
     for step in range(4, STEPS):
         train_step(third, case, step)
         train_step(engine, case, step)
-    bad += [k for k, v in snapshot(engine).items() if not same(wanted[k], v)]
+    bad += differs_from(wanted, engine)
     third.destroy()
     engine.destroy()
     return bad
@@ -217,28 +223,8 @@ def test_a_killed_job_leaves_nothing_and_harms_nobody(pool1: RankPool, tmp_path:
     check(pool1.run(beside_a_killed_job, str(tmp_path), warm.python, time_limit=90))
 
 
-def one_job(folder: str) -> list[str]:
-    """A job among others."""
-    return compare(Plan(steps=4), folder, ("grads nvme", "one buffer"))
-
-
-def test_two_jobs_on_one_path(pool1: RankPool, pool2: RankPool, tmp_path: Path) -> None:
-    results: list[list[str]] = []
-    threads = [
-        threading.Thread(target=lambda pool=pool: results.extend(pool.run(one_job, str(tmp_path))))
-        for pool in (pool1, pool2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 3
-    check(results)
-    assert list(tmp_path.iterdir()) == []
-
-
 def engines_in_a_row(folder: str) -> list[str]:
-    """Descriptors and threads after ten engines."""
+    """Descriptors and threads after five engines."""
 
     def once() -> None:
         engine = engine_for("grads nvme", folder)
@@ -247,7 +233,7 @@ def engines_in_a_row(folder: str) -> list[str]:
 
     once()
     files, threads = open_files(), threading.active_count()
-    for _ in range(10):
+    for _ in range(5):
         once()
     bad, end = [], time.monotonic() + 20
     while (open_files() > files or threading.active_count() > threads) and time.monotonic() < end:
@@ -272,14 +258,13 @@ def tiny_buffers(folder: str, optimizer: str) -> list[str]:
     params = {**place, "max_in_cpu": 0, "buffer_size": 0, "buffer_count": 0}
     zero = {"offload_param": params, "offload_optimizer": {**place, "buffer_count": 0}, "sub_group_size": 1}
     plan = Plan(steps=3, config={"optimizer": {"type": optimizer, "params": {"lr": 1e-2}}})
-    wanted, bad = train(plan, variants(folder)["none"]), []
+    wanted, bad = train(plan, Variant()), []
     for grads in (False, True):
-        variant = variants(folder)["both nvme"].__class__(zero, grads=grads)
-        found = train(plan, variant)
-        bad += [f"grads {grads}: {k}" for k in wanted if not same(wanted[k], found[k])]
+        bad += differences(wanted, train(plan, Variant(zero, grads=grads)), f"grads {grads}: ")
     return bad
 
 
+@pytest.mark.in_make_test("AdamW")
 @pytest.mark.parametrize("optimizer", ["AdamW", "Lamb"])
 def test_a_parameter_larger_than_any_buffer(pool2: RankPool, tmp_path: Path, optimizer: str) -> None:
     check(pool2.run(tiny_buffers, str(tmp_path), optimizer))
@@ -302,21 +287,6 @@ def test_refused_pinning(pool1: RankPool, tmp_path: Path) -> None:
     assert len(said) == 1 and "page-locked" in said[0] and "no more" in said[0], said
 
 
-def without_native_code(folder: str) -> list[str]:
-    """File IO where nothing can be compiled."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aio, "try_load", lambda _: None)
-        patch.delenv("DS_AIO_BACKEND", raising=False)
-        engine = engine_for("both nvme", folder)
-        assert {d.backend for d in engine._parts.tiers.drives} == {"python"}
-        engine.destroy()
-        return compare(Plan(steps=3), folder, ("one buffer", "grads nvme"))
-
-
-def test_no_native_code(pool2: RankPool, tmp_path: Path) -> None:
-    check(pool2.run(without_native_code, str(tmp_path)))
-
-
 def refused_by_the_limit(folder: str) -> list[str]:
     """A limit that cannot be kept: an error before anything exists, a model that is as it was, and advice that
     works.
@@ -329,18 +299,12 @@ def refused_by_the_limit(folder: str) -> list[str]:
         wanted = {name: value.detach().clone() for name, value in model.named_parameters()}
         batch = torch.ones(2, 6)
         expected = model(batch).detach()
+        zero: dict[str, Any] = {"offload_optimizer": CPU, "prefetch_bucket_size": 0, "sub_group_size": 4096}
         for limit, words in (("200KB", "raise the limit or use more ranks"), ("800KB", "It fits with")):
-            zero = {"offload_optimizer": {"device": "cpu"}, "prefetch_bucket_size": 0, "sub_group_size": 4096}
-            try:
-                start(model, make_config(3, zero=zero, memory={"host_limit": limit}))
-                bad.append(f"{limit} was accepted")
-            except DeepSpeedConfigError as error:
-                if (
-                    words not in str(error)
-                    or "memory.host_limit" not in str(error)
-                    or "optimizer state" not in str(error)
-                ):
-                    bad.append(f"{limit}: {error}")
+            limited = make_config(3, zero=zero, memory={"host_limit": limit})
+            said = outcome(lambda limited=limited: start(model, limited))
+            wants = "DeepSpeedConfigError", "memory.host_limit", "optimizer state", words
+            bad += [] if all(want in said for want in wants) else [f"{limit}: {said!r}"]
         bad += [name for name, value in model.named_parameters() if not torch.equal(value, wanted[name])]
         if not torch.equal(model(batch), expected) or any(hasattr(p, "_ds_unit") for p in model.parameters()):
             bad.append("the model is changed")
@@ -363,33 +327,25 @@ def test_a_limit_that_cannot_be_kept(pool1: RankPool, tmp_path: Path) -> None:
 def tight_limits(folder: str) -> list[str]:
     """The limit decides whether gradients rest in memory or on the drive; the bits do not change."""
     case, bad = CASES["wide"](), []
-    wanted = train(Plan(steps=3), variants(folder)["none"])
+    wanted = train(Plan(steps=3), Variant())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero_build.hostmem, "rss_bytes", lambda: 0)
-        zero = variants(folder)["tiles"].zero
-        start_engine: Callable[[int], Any] = lambda limit: start(  # noqa: E731
-            case.build().train(), make_config(3, zero=zero, **({"memory": {"host_limit": limit}} if limit else {}))
-        )
-        probe = start_engine(0)
+        probe = engine_for("tiles", folder)
         need = probe.memory_plan().host
         probe.destroy()
         for limit, there in ((need, False), (need - 1, True)):
-            said = ""
             try:
-                engine = start_engine(limit)
+                engine = engine_for("tiles", folder, memory={"host_limit": limit})
             except DeepSpeedConfigError as error:
-                said = str(error)
-            if said:
                 # with shards this small, buffers of three whole gradients may be more than the gradients
-                bad += [] if there and limit == need - 1 else [said]
+                bad += [] if there else [str(error)]
                 continue
             on_drive = any(u.plan.grad.tier.value == "nvme" for u in engine.runtime.units if u.trainable)
             if on_drive != there or engine.memory_plan().host > limit:
                 bad.append(f"limit {limit}: gradients on the drive {on_drive}, planned {engine.memory_plan().host}")
             for step in range(3):
                 train_step(engine, case, step)
-            found = snapshot(engine)
-            bad += [k for k, v in found.items() if not same(wanted[k], v)]
+            bad += differs_from(wanted, engine)
             engine.destroy()
     return bad
 

@@ -35,8 +35,9 @@ from tests.harness.offload import (
     STEPS,
     Plan,
     check,
+    differences,
     plain_loop,
-    same,
+    started,
     train,
     variants,
 )
@@ -98,9 +99,7 @@ def both_ways(plan: Plan, folder: str, names: tuple[str, ...], one_pass: bool = 
             or after["rounded"] + after["written"] != before["rounded"]
         ):
             bad.append(f"{name}: {before} and {after}")
-        if found.keys() != wanted.keys():
-            bad.append(f"{name}: {sorted(found.keys() ^ wanted.keys())}")
-        bad += [f"{name}: {k}" for k in wanted.keys() & found.keys() if not same(wanted[k], found[k])]
+        bad += differences(wanted, found, f"{name}: ")
     return bad
 
 
@@ -111,31 +110,36 @@ IN_MEMORY = ("none", "optim cpu", "both cpu", "half cpu")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage(pool2: RankPool, stage: int, precision: str) -> None:
-    config = {**PRECISION[precision], "gradient_clipping": 0.05}
-    names = IN_MEMORY[: {0: 1, 3: 4}.get(stage, 2)]
-    check(pool2.run(both_ways, Plan("wide_accumulation", stage=stage, config=config, steps=3), "", names))
+    plan = Plan(stage=stage, config={**PRECISION[precision], "gradient_clipping": 0.05}, steps=3)
+    check(pool2.run(both_ways, plan, "", IN_MEMORY[: {0: 1, 3: 4}.get(stage, 2)]))
 
 
 @pytest.mark.in_make_test("hpz")
 @pytest.mark.parametrize("zero", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}], ids=["mics", "hpz"])
 def test_two_levels(pool4: RankPool, zero: dict[str, int]) -> None:
-    check(pool4.run(both_ways, Plan(config={"zero": zero, "bf16": {"enabled": True}}, steps=3), "", ("none",)))
+    check(pool4.run(both_ways, Plan(config={"zero": zero, **PRECISION["bf16"]}, steps=3), "", ("none",)))
 
 
-def test_tiles_whose_parameters_are_in_memory(pool2: RankPool, tmp_path: Path) -> None:
-    plan = Plan(config=PRECISION["bf16"], steps=3)
-    check(pool2.run(both_ways, plan, str(tmp_path), ("tiles", "half nvme", "grads tiles")))
-    check(pool2.run(both_ways, Plan(config={}, steps=3), str(tmp_path), ("tiles",)))
+BF16, FP32 = Plan(config=PRECISION["bf16"], steps=3), Plan(steps=3)
+
+
+@pytest.mark.parametrize(
+    ("plan", "names", "one_pass"),
+    [
+        (BF16, ("half nvme", "grads tiles"), True),
+        (FP32, ("tiles",), True),
+        (FP32, ("none",), False),  # parameters are the master
+    ],
+    ids=["bf16", "tiles in fp32", "fp32"],
+)
+def test_tiles_whose_parameters_are_in_memory(
+    pool2: RankPool, tmp_path: Path, plan: Plan, names: tuple[str, ...], one_pass: bool
+) -> None:
+    check(pool2.run(both_ways, plan, str(tmp_path), names, one_pass))
 
 
 def test_parameters_on_a_drive_keep_the_second_pass(pool1: RankPool, tmp_path: Path) -> None:
-    check(
-        pool1.run(both_ways, Plan(config=PRECISION["bf16"], steps=3), str(tmp_path), ("param nvme", "both nvme"), True)
-    )
-
-
-def test_fp32_parameters_are_the_master(pool2: RankPool) -> None:
-    check(pool2.run(both_ways, Plan(config={}, steps=3), "", ("none",), False))
+    check(pool1.run(both_ways, BF16, str(tmp_path), ("param nvme", "both nvme")))
 
 
 # -- what may not be written -------------------------------------------------------------------------------------
@@ -144,8 +148,8 @@ def test_fp32_parameters_are_the_master(pool2: RankPool) -> None:
 @pytest.mark.in_make_test("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parts_that_are_frozen_later_are_put_back(pool2: RankPool, tmp_path: Path, stage: int) -> None:
-    names = ("none", "tiles")
-    check(pool2.run(both_ways, Plan(stage=stage, config=PRECISION["bf16"], loop=froze_later), str(tmp_path), names))
+    plan = Plan(stage=stage, config=PRECISION["bf16"], loop=froze_later)
+    check(pool2.run(both_ways, plan, str(tmp_path), ("none", "tiles")))
 
 
 class Clamped(FusedAdam):
@@ -188,25 +192,23 @@ def clamped(engine: Any, case: Case) -> list[float]:
     return told
 
 
-@pytest.mark.in_make_test("FusedAdam-True")
+@pytest.mark.in_make_test("FusedAdam-changing_rates-True", "Clamped-clamped-False")
 @pytest.mark.parametrize(
-    ("cls", "one_pass"),
+    ("cls", "loop", "one_pass"),
     [
-        (FusedAdam, True),
-        (FusedLion, True),
-        (DeepSpeedCPUAdagrad, True),
-        (torch.optim.AdamW, False),
-        (torch.optim.SGD, False),
+        (FusedAdam, changing_rates, True),
+        (FusedLion, changing_rates, True),
+        (DeepSpeedCPUAdagrad, changing_rates, True),
+        (torch.optim.AdamW, changing_rates, False),
+        (torch.optim.SGD, changing_rates, False),
+        (Clamped, clamped, False),
     ],
 )
-def test_classes_with_groups(pool2: RankPool, tmp_path: Path, cls: type[torch.optim.Optimizer], one_pass: bool) -> None:  # noqa: FBT001
-    plan = Plan(config=PRECISION["bf16"], optimizer=Holder(cls), loop=changing_rates)
+def test_classes_with_groups(
+    pool2: RankPool, tmp_path: Path, cls: type[torch.optim.Optimizer], loop: Any, one_pass: bool
+) -> None:
+    plan = Plan(config=PRECISION["bf16"], optimizer=Holder(cls), loop=loop)
     check(pool2.run(both_ways, plan, str(tmp_path), ("none", "tiles"), one_pass))
-
-
-def test_a_class_of_the_clients(pool2: RankPool, tmp_path: Path) -> None:
-    plan = Plan(config=PRECISION["bf16"], optimizer=Holder(Clamped), loop=clamped)
-    check(pool2.run(both_ways, plan, str(tmp_path), ("none", "tiles"), False))
 
 
 def skips(stage: int) -> list[str]:
@@ -214,7 +216,7 @@ def skips(stage: int) -> list[str]:
     one rank.
     """
     case, bad = CASES["wide"](), []
-    engine = start(case.build().train(), make_config(stage, fp16={"enabled": True, "initial_scale_power": 4}))
+    engine = started(stage, {}, fp16={"enabled": True, "initial_scale_power": 4})
     train_step(engine, case, 0)
 
     def state() -> list[tuple[int, int, Tensor]]:
@@ -237,6 +239,7 @@ def skips(stage: int) -> list[str]:
     return bad
 
 
+@pytest.mark.in_make_test("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_skipped_update_writes_nothing(pool1: RankPool, stage: int) -> None:
     check(pool1.run(skips, stage))
@@ -272,6 +275,7 @@ def failing(stage: int) -> list[str]:
     return bad
 
 
+@pytest.mark.in_make_test("2", "3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_hold_the_same_parameters_after_an_update_that_failed(pool2: RankPool, stage: int) -> None:
     check(pool2.run(failing, stage))
@@ -282,7 +286,7 @@ def gathers_of_a_step(stage: int) -> list[str]:
     is told to the others behind as many collectives as they have.
     """
     case, counts, real = CASES["wide"](), Counter[str](), Unit.start_gather
-    engine = start(case.build().train(), make_config(stage, **PRECISION["bf16"]))
+    engine = started(stage, {}, **PRECISION["bf16"])
     train_step(engine, case, 0)
     step = engine.step
 

@@ -18,17 +18,9 @@ from deepspeed.tools.verify.models import IN_FEATURES
 from deepspeed.tools.verify.reference import GATE_ADAM
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.zero.update.selective import columns, policy as zenflow
-from tests.dist.test_offload_zenflow import (
-    STEPS,
-    at_the_end,
-    errors_against,
-    plain_steps,
-    rule_of,
-    stated,
-    zenflow_engine,
-)
+from tests.dist.test_offload_zenflow import STEPS, errors_against, rule_of, stated, zenflow_engine
 from tests.dist.test_update_behind import behind
-from tests.harness.offload import CASES, CPU, PRECISION, same
+from tests.harness.offload import CASES, CPU, PRECISION, at_the_end, check, differences, plain_steps
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, outcome, start, train_step
 
@@ -230,33 +222,34 @@ BETWEEN: dict[str, Callable[[Any, str], None]] = {
 FP16 = {"fp16": {"enabled": True, "loss_scale": 64.0}}
 
 
-def differing(stage: int, precision: dict[str, Any], overlap: bool, at: int, name: str, folder: str) -> list[str]:
-    """What differs where that has happened after so many steps. Collective."""
+def behind_all(
+    stage: int, precision: dict[str, Any], overlap: bool, at: int, names: list[str], folder: str
+) -> list[str]:
+    """What differs where all those have happened after so many steps. Collective."""
     found = []
-    for between in (None, BETWEEN[name]):
+    for happens in ([], names):
         engine = zenflow_engine(stage, rule_of(overlap=overlap), **precision)
         losses = plain_steps(engine, "wide", 0, at)
-        engine.save_checkpoint(f"{folder}/{between is None}") if overlap else None  # publishes what has begun
-        if between is not None:
-            between(engine, folder)
+        engine.save_checkpoint(f"{folder}/{bool(happens)}") if overlap else None  # publishes what has begun
+        for name in happens:
+            BETWEEN[name](engine, folder)
         losses += plain_steps(engine, "wide", at, STEPS)
         found.append(at_the_end(engine, losses))
-    return [
-        name for name in found[0].keys() | found[1].keys() if not same(*(f.get(name, torch.empty(0)) for f in found))
-    ]
+    return differences(*found)
 
 
-@pytest.mark.in_make_test("2-fp16-overflow", "3-bf16-lost", "3-bf16-loaded", "3-bf16-restored")
-@pytest.mark.parametrize("name", BETWEEN)
+@pytest.mark.in_make_test("2-fp16-all", "3-bf16-all")
+@pytest.mark.parametrize("names", [list(BETWEEN), *([name] for name in BETWEEN)], ids=["all", *BETWEEN])
 @pytest.mark.parametrize(
     ("stage", "precision", "overlap", "at"),
     [(2, FP16, False, 4), (3, PRECISION["bf16"], True, 5)],
     ids=["2-fp16", "3-bf16"],
 )
 def test_the_window_goes_on_bit_for_bit_behind(
-    pool2: RankPool, tmp_path: Path, stage: int, precision: dict[str, Any], overlap: bool, at: int, name: str
+    pool2: RankPool, tmp_path: Path, stage: int, precision: dict[str, Any], overlap: bool, at: int, names: list[str]
 ) -> None:
-    assert pool2.run(differing, stage, precision, overlap, at, name, str(tmp_path)) == [[], []]
+    """All of it in a row, and each alone."""
+    check(pool2.run(behind_all, stage, precision, overlap, at, names, str(tmp_path)))
 
 
 # -- other numbers of ranks ------------------------------------------------------------------------------------------

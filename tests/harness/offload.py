@@ -6,6 +6,7 @@ import os
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,8 +101,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "wide_accumulation": lambda: wide_case(accumulation=3),
     "everything": lambda: wide_case(Everything),
     "single": lambda: wide_case(Single, accumulation=3),
+    "by_hand": lambda: wide_case(Everything, accumulation=2, by_hand=True),
     **{
-        name: lambda name=name: case_named(name)  # type: ignore[misc]
+        name: partial(case_named, name)
         for name in (
             "tied",
             "functional_tied",
@@ -110,12 +112,11 @@ CASES: dict[str, Callable[[], Case]] = {
             "frozen_checkpointed",
             "checkpoint_reentrant",
             "conditional",
+            "manual_accumulation",
+            "odd_shapes",
+            "mixed_dtype",
         )
     },
-    "manual_accumulation": lambda: case_named("manual_accumulation"),
-    "odd_shapes": lambda: case_named("odd_shapes"),
-    "by_hand": lambda: wide_case(Everything, accumulation=2, by_hand=True),
-    "mixed_dtype": lambda: case_named("mixed_dtype"),
 }
 
 
@@ -270,13 +271,7 @@ def compare(plan: Plan, folder: str, names: tuple[str, ...]) -> list[str]:
     """What differs from training without offload, per variant. Collective."""
     ways = variants(folder)
     wanted = train(plan, ways["none"])
-    bad = []
-    for name in names:
-        found = train(plan, ways[name])
-        if found.keys() != wanted.keys():
-            bad.append(f"{name}: {sorted(found.keys() ^ wanted.keys())}")
-        bad += [f"{name}: {k}" for k in wanted.keys() & found.keys() if not same(wanted[k], found[k])]
-    return bad
+    return [line for name in names for line in differences(wanted, train(plan, ways[name]), f"{name}: ")]
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -284,22 +279,59 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b) and not bool(a.isnan().any())
 
 
+def differences(wanted: dict[str, Tensor], found: dict[str, Tensor], where: str = "") -> list[str]:
+    """What only one of them has, or has in other bits, by name behind ``where``."""
+    both = wanted.keys() & found.keys()
+    names = sorted(wanted.keys() | found.keys())
+    return [f"{where}{name}" for name in names if name not in both or not same(wanted[name], found[name])]
+
+
+def differs_from(trained: dict[str, Tensor], engine: Any, where: str = "") -> list[str]:
+    """What ``engine`` has now in other bits than a training had at its end. Collective."""
+    found = snapshot(engine)
+    return differences({name: trained[name] for name in found if name in trained}, found, where)
+
+
 def check(results: list[list[str]]) -> None:
     assert not any(results), "\n".join(f"rank {rank} {line}" for rank, lines in enumerate(results) for line in lines)
 
 
-def run(plan: Plan, folder: str, names: tuple[str, ...]) -> list[str]:
-    """Body of a test on one rank."""
-    return compare(plan, folder, names)
+def started(stage: int, zero: dict[str, Any], case: str = "wide", **config: Any) -> Any:
+    """An engine over the model of a case, with its accumulation."""
+    made = CASES[case]()
+    config = {"gradient_accumulation_steps": made.accumulation, **config}
+    return start(made.build().train(), make_config(stage, zero=zero, **config))
 
 
 def engine_for(way: str, folder: str, **config: Any) -> Any:
-    """An engine over the wide model."""
+    """An engine over the wide model, with its states where that variant has them."""
     variant = variants(folder)[way]
     with gradients_on_drive(forced=variant.grads):
-        return start(
-            CASES["wide"]().build().train(), make_config(3, zero={**variant.zero, **config.pop("zero", {})}, **config)
-        )
+        return started(3, variant.zero, **config)
+
+
+def plain_steps(engine: Any, case: str, begin: int, end: int) -> list[float]:
+    """Train from one step to another; the losses. Collective."""
+    return [loss for step in range(begin, end) for loss in train_step(engine, CASES[case](), step)]
+
+
+def at_the_end(engine: Any, told: list[float]) -> dict[str, Tensor]:
+    """All states, brought up to date, of an engine that ends. Collective."""
+    engine.eval()
+    found = snapshot(engine) | {"told": torch.tensor(told)}
+    engine.destroy()
+    return found
+
+
+def differs_resumed(make: Callable[[], Any], case: str, at: int, steps: int, folder: str) -> list[str]:
+    """What differs after a save at one step between engines that go on, and that start from it. Collective."""
+    engine = make()
+    plain_steps(engine, case, 0, at)
+    engine.save_checkpoint(folder)
+    gone_on = at_the_end(engine, plain_steps(engine, case, at, steps))
+    engine = make()
+    engine.load_checkpoint(folder)
+    return differences(gone_on, at_the_end(engine, plain_steps(engine, case, at, steps)))
 
 
 def open_files() -> int:

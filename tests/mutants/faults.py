@@ -275,7 +275,7 @@ _STEPS = (
         "deepspeed/engine/engine.py",
         "gradients.scale = 1.0\n        self",
         "self",
-        ("tests/dist/test_loops.py::test_plain_and_engine_backwards_share_a_window",),
+        ("tests/dist/test_loops.py::test_loop[every_other_plainly-3]",),
         "a plain backward's 1 / accumulation does not stay for the next backward",
     ),
     Mutant(
