@@ -129,17 +129,9 @@ def said(loop: Loop, accumulation: int, rounds: int, options: dict[str, Any]) ->
 LEGAL: dict[int, tuple[Loop, ...]] = {
     1: (no_sync, sum_by_hand, optimizer_steps),
     2: (
-        accelerate,
-        accelerate_in_length,
-        no_sync,
-        optimizer_steps,
-        two_losses_of_one_forward,
-        usual,
-        usual_with_zero_grad,
-        two_forwards_then_two_backwards,
-        three_forwards_and_backwards,
+        *(usual, usual_with_zero_grad, accelerate, accelerate_in_length, no_sync, optimizer_steps, gradients_only),
+        *(two_losses_of_one_forward, two_forwards_then_two_backwards, three_forwards_and_backwards),
         teacher_and_evaluation,
-        gradients_only,
     ),
 }
 
@@ -164,17 +156,16 @@ def test_a_schedule_that_the_optimizers_step_leaves_standing_is_told_once(pool2:
 
 
 def at_boundaries(engine: Any) -> None:
-    for number in range(4):
-        micro_batch(engine, number)
+    for _ in range(4):
+        micro_batch(engine)
     engine.step()
 
 
 def at_boundaries_with_no_sync(engine: Any) -> None:
     with engine.no_sync():
-        for number in range(3):
-            micro_batch(engine, number)
-    micro_batch(engine, 3)
-    engine.step()
+        for _ in range(3):
+            micro_batch(engine)
+    usual(engine)
 
 
 @pytest.mark.parametrize("loop", [at_boundaries, at_boundaries_with_no_sync])
