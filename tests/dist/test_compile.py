@@ -20,16 +20,13 @@ from deepspeed.tools.verify.models import (
     HIDDEN,
     IN_FEATURES,
     OUT_FEATURES,
-    Case,
     MicroBatch,
     ResidualBlock,
     Stack,
     case_named,
-    regression_batch,
-    seeded,
-    squared_error,
 )
 from deepspeed.zero.unit import UnitState
+from tests.harness.cases import regression
 from tests.harness.lockstep import TOLERANCE, Lockstep, not_at_rest
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start, train_step
@@ -90,10 +87,6 @@ def test_compiled_by_inductor(pool2: RankPool, stage: int) -> None:
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
-def _case(model: Callable[[], nn.Module]) -> Case:
-    return Case("of this file", seeded(model), regression_batch, squared_error)
-
-
 def _watched(engine: Any) -> list[int]:
     """Bytes of gathered parameters after each gather, from here on."""
     runtime, held = engine.runtime, []
@@ -109,7 +102,7 @@ def _watched(engine: Any) -> list[int]:
 
 def bytes_gathered(*, by_compiler: bool) -> tuple[list[int], list[str]]:
     """Of three steps, and the states of all units after the last."""
-    case = _case(functools.partial(Stack, depth=8))  # so that not all are gathered at once
+    case = regression(functools.partial(Stack, depth=8))  # so that not all are gathered at once
     engine = start(case.build().train(), make_config(3, zero=SHARD_ALL))
     if by_compiler:
         torch.compiler.reset()
@@ -263,7 +256,7 @@ class WithExit(ResidualBlock):
 
 
 def parity(model: type[nn.Module], *, by_compiler: bool) -> tuple[float, str]:
-    pair = Lockstep(_case(model), make_config(3, zero=SHARD_ALL))
+    pair = Lockstep(regression(model), make_config(3, zero=SHARD_ALL))
     if by_compiler:
         torch.compiler.reset()
         pair.engine.compile(backend=BACKEND)
@@ -415,7 +408,7 @@ def _one_block_breaks() -> Stack:
 
 
 def broken() -> Compiled:
-    return train_compiled(Cell("broken", stage=3, accumulation=1), 2, BACKEND, _case(_one_block_breaks))
+    return train_compiled(Cell("broken", stage=3, accumulation=1), 2, BACKEND, regression(_one_block_breaks))
 
 
 def test_the_gate_sees_a_block_that_falls_apart(pool1: RankPool) -> None:

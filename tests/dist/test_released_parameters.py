@@ -24,12 +24,10 @@ from deepspeed.tools.verify.models import (
     HIDDEN,
     IN_FEATURES,
     OUT_FEATURES,
-    Case,
     ResidualBlock,
     case_named,
-    regression_batch,
-    seeded,
 )
+from tests.harness.cases import regression
 from tests.harness.lockstep import TOLERANCE, live_bytes, lockstep
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
@@ -323,9 +321,7 @@ class Borrower(nn.Module):
 
 
 def borrowed(stage: int) -> tuple[float, str]:
-    return lockstep(
-        Case("borrower", seeded(Borrower), regression_batch, case_named("plain").loss), make_config(stage, zero=ZERO)
-    )
+    return lockstep(regression(Borrower), make_config(stage, zero=ZERO))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
