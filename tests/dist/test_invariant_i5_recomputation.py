@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -86,11 +87,8 @@ def releases_in_recomputation(found: list[str]) -> Iterator[None]:
         finally:
             open_forwards[0] -= recomputing
 
-    Unit.release, nn.Module.__call__ = watched_release, watched_call  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Unit, "release", watched_release), mock.patch.object(nn.Module, "__call__", watched_call):
         yield
-    finally:
-        Unit.release, nn.Module.__call__ = release, call  # type: ignore[method-assign]
 
 
 def train(name: str, stage: int, early_stop: bool, zero: dict[str, int]) -> tuple[float, str, list[str]]:
