@@ -26,25 +26,17 @@ KEYS = all_keys(DeepSpeedConfig)
 HONOURED = sorted(path for path, key in KEYS.items() if key.support is Support.HONOURED)
 INERT = sorted(path for path, key in KEYS.items() if key.support is Support.INERT)
 # What these honoured keys do takes two ranks to show; one shows what all others do.
+_OF_ZERO = ("allgather_sequential", "divergence", "max_live_parameters", "max_reuse_distance", "mics_shard_size")
+_OF_ZERO += ("overlap_comm", "prefetch_bucket_", "separate_reduce_group")
 _OF_TWO = (
-    "compile.passes",
-    "tensor_parallel.",
-    "expert_parallel.",
-    "sequence",
-    "seq_parallel_communication_data_type",
-    "data_parallel_size",
-    "pipeline.",
-    "comms_logger.",
-    "elasticity.",
-    "observe.slow_",
-    "gradient_allreduce_op",
+    *("tensor_parallel.", "expert_parallel.", "pipeline.", "sequence", "seq_parallel_communication_data_type"),
+    *("data_parallel_size", "compile.passes", "comms_logger.", "elasticity.", "observe.slow_", "anomalies.per_layer"),
+    *("gradient_allreduce_op", "checkpoint.tag_validation", "hybrid_engine.pin_", "hybrid_engine.tp_gather_"),
+    *(f"zero_optimization.{name}" for name in _OF_ZERO),
 )
-_OF_TWO += ("anomalies.per_layer", "checkpoint.tag_validation", "hybrid_engine.pin_", "hybrid_engine.tp_gather_")
-_OF_TWO += tuple(
-    f"zero_optimization.{name}"
-    for name in ("allgather_sequential", "divergence", "max_live_parameters", "max_reuse_distance", "mics_shard_size")
-)
-_OF_TWO += tuple(f"zero_optimization.{name}" for name in ("overlap_comm", "prefetch_bucket_", "separate_reduce_group"))
+# What an honoured key may be refused with.
+_KNOWN = ("Config", "Batch", "UsageError", "DivergenceError", "CheckpointError", "TagsDifferError")
+_KNOWN += ("PlainStateError", "PipelineError", "ConflictingKeysError")
 
 
 def _other_value(info: FieldInfo) -> Any:
@@ -182,8 +174,13 @@ def _differences(a: list[Fingerprint], b: list[Fingerprint]) -> dict[str, Any]:
 
 
 def _in_make_test(path: str) -> Any:
-    """The key as a parameter; settings of schedules are left to test-all: test_lr_schedules.py has what each does."""
-    return pytest.param(path, marks=[pytest.mark.exhaustive] * path.startswith("scheduler.params."))
+    """The key as a parameter; settings of schedules and of optimizers are left to test-all, but one of them:
+    test_lr_schedules.py and test_optim_update_rules.py have what each does.
+    """
+    elsewhere = (
+        path.startswith(("scheduler.params.", "optimizer.params.")) and path != "optimizer.params.bias_correction"
+    )
+    return pytest.param(path, marks=[pytest.mark.exhaustive] * elsewhere)
 
 
 @pytest.mark.parametrize("path", [_in_make_test(path) for path in HONOURED])
@@ -197,17 +194,7 @@ def test_an_honoured_key_has_an_effect(prints: dict[Run, list[Fingerprint]], pat
         f"{path} = {PROBES[path].value!r} has no observable effect: it is not honoured"
     )
     refused = [p.get("error", "") for p in after]
-    known = (
-        "Config",
-        "Batch",
-        "UsageError",
-        "DivergenceError",
-        "CheckpointError",
-        "TagsDifferError",
-        "PlainStateError",
-    )
-    known += ("PipelineError", "ConflictingKeysError")
-    assert all(not text or any(word in text.split(":")[0] for word in known) for text in refused), refused
+    assert all(not text or any(word in text.split(":")[0] for word in _KNOWN) for text in refused), refused
 
 
 @pytest.mark.parametrize("path", INERT)
