@@ -177,10 +177,9 @@ def _in_make_test(path: str) -> Any:
     """The key as a parameter; settings of schedules and of optimizers are left to test-all, but one of them:
     test_lr_schedules.py and test_optim_update_rules.py have what each does.
     """
-    elsewhere = (
-        path.startswith(("scheduler.params.", "optimizer.params.")) and path != "optimizer.params.bias_correction"
-    )
-    return pytest.param(path, marks=[pytest.mark.exhaustive] * elsewhere)
+    of_rules = path.startswith(("scheduler.params.", "optimizer.params."))
+    kept = not of_rules or path == "optimizer.params.bias_correction"
+    return pytest.param(path, marks=() if kept else pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize("path", [_in_make_test(path) for path in HONOURED])
