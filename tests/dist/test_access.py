@@ -275,37 +275,25 @@ def test_gradients_are_updated_by_a_function_of_value_and_parameter(pool2: RankP
     assert pool2.run(_updated_gradients, stage) == [True, True]
 
 
-def _gradient_that_is_not_there(stage: int) -> list[str]:
+def _before_the_first_step(stage: int) -> list[str]:
+    """Set slots, and gradients of zeros, as scripts that clear all do; what is said of setting other gradients."""
     case = case_named("plain")
     engine = start(case.build(), make_config(stage, zero=ZERO))
-    param, said = engine.module.layers[1].up.weight, []
-    for setter, shape in ((safe_set_full_grad, tuple(param.shape)), (safe_set_local_grad, (1,))):
-        setter(param, torch.zeros(shape))  # as of scripts that clear every gradient
-        said.append(outcome(lambda s=setter, n=shape: s(param, torch.ones(n))))
-    train_step(engine, case, 0)
-    engine.destroy()
-    return said
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_setting_a_gradient_that_is_not_there_is_said_on_every_rank(pool2: RankPool, stage: int) -> None:
-    for said in pool2.run(_gradient_that_is_not_there, stage):
-        assert all("UsageError" in text and "layers.1.up.weight' has no gradient" in text for text in said), said
-
-
-def _before_the_first_step(stage: int) -> None:
-    case = case_named("plain")
-    engine = start(case.build(), make_config(stage, zero=ZERO))
-    p = engine.module.layers[1].up.weight
+    p, said = engine.module.layers[1].up.weight, []
     for slot in (*SLOTS, "no_such_slot"):
         safe_set_local_optimizer_state(p, torch.ones(p.numel()), slot)
         safe_set_full_optimizer_state(p, torch.ones(p.shape), slot)
         found = safe_get_local_optimizer_state(p, slot)
         assert found is None or not found.numel(), slot
+    for setter, shape in ((safe_set_full_grad, p.shape), (safe_set_local_grad, (1,))) if stage else ():
+        setter(p, torch.zeros(shape))
+        said.append(outcome(lambda s=setter, n=shape: s(p, torch.ones(n))))
     train_step(engine, case, 0)
     engine.destroy()
+    return said
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_setting_a_slot_that_is_not_there_yet_does_nothing(pool2: RankPool, stage: int) -> None:
-    pool2.run(_before_the_first_step, stage)
+def test_before_the_first_step_slots_are_set_in_vain_and_gradients_refused(pool2: RankPool, stage: int) -> None:
+    for said in pool2.run(_before_the_first_step, stage):
+        assert all("UsageError" in text and "layers.1.up.weight' has no gradient" in text for text in said), said
