@@ -155,6 +155,7 @@ def without_backward(stage: int, *, plainly: bool) -> tuple[float, str]:
     return pair.finish(), empty
 
 
+@pytest.mark.in_make_test("0-True", "1-False", "2-True", "3-False")
 @pytest.mark.parametrize("plainly", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 def test_written_gradients_alone_make_a_step(pool2: RankPool, stage: int, plainly: bool) -> None:  # noqa: FBT001

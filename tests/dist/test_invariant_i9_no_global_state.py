@@ -40,6 +40,7 @@ def three_interleaved(stages: tuple[int, int, int]) -> list[tuple[float, str]]:
     return [pair.finish() for pair in pairs]
 
 
+@pytest.mark.in_make_test("(3, 3, 3)", "(1, 3, 2)")
 @pytest.mark.parametrize("stages", [(3, 3, 3), (3, 2, 0), (1, 3, 2)], ids=str)
 def test_invariant_i9_three_engines_interleaved(pool2: RankPool, stages: tuple[int, int, int]) -> None:
     for results in pool2.run(three_interleaved, stages):
