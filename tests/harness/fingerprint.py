@@ -41,7 +41,7 @@ from tests.harness import pipes
 from tests.harness.experts import TwoStacks
 from tests.harness.faults import modules_replaced
 
-STEPS, FEW = 4, 2  # updates of a run, and of a plain one
+FEW, MORE = 2, 4  # updates of a run, and of one whose effect shows only then
 _NAP_S = 0.2  # of a rank that is slow
 SAMPLES = 9  # not a multiple of ranks x micro batch, so that the last batch of an epoch is short
 WORKDIR = "<work>"  # stands for a fresh folder in configuration values
@@ -181,7 +181,7 @@ def _say_files(folder: Path) -> Any:
 # The kinds of run, and the steps whose gradients are infinite in each.
 SCENARIOS: dict[str, tuple[int, ...]] = {
     "train": (),
-    "longer": (),  # the same with more updates, for what shows only then
+    "longer": (),  # the same with more updates
     "slow": (),  # one rank takes its time
     "overflow": (1, 2),
     "apart": (0, 2),  # a clean step between two bad ones
@@ -196,6 +196,7 @@ SCENARIOS: dict[str, tuple[int, ...]] = {
     "experts": (),  # two layers of experts are added
     "pipeline": (),  # a PipelineModule of two stages
 }
+_OF_MORE = ("longer", "slow", "overflow", "apart", "diverge")
 
 
 def run(config: dict[str, Any], scenario: str) -> Fingerprint:
@@ -339,7 +340,7 @@ def _start(engine: Any, loader: Any) -> Fingerprint:
 
 def _steps(engine: Any, batches: Iterator[Any], scenario: str) -> list[Any]:
     seen = []
-    for step in range(FEW if scenario == "train" else STEPS):
+    for step in range(MORE if scenario in _OF_MORE else FEW):
         losses = []
         for _ in range(engine.gradient_accumulation_steps()):
             x, y = next(batches)
