@@ -188,18 +188,26 @@ def test_so_many_layers_are_gathered_by_one_message(pool2: RankPool) -> None:
         assert gathers == same and all_ < one
 
 
-def an_error_on_one_rank(stage: int, pinned: bool) -> str:
-    """What each rank raises; the training after it is as if nothing had been."""
-    weights, said = [], ""
+def errors_on_one_rank(stage: int, pinned: bool) -> list[str]:
+    """What each rank raises where rank 1 fails in a forward, where it gives a length that is no number, and where a
+    word that ``generate`` does not know; the training after it is as if nothing had been.
+    """
+    odd, weights, said = dist.get_rank() == 1, [], list[str]()
     for fails in (False, True):
         engine = start(speaker(), config(stage, zero=ZERO, pin_parameters=pinned))
+
+        def call(engine: Any = engine, **words: Any) -> None:
+            said.append(outcome(lambda: engine.generate(prompt(0), **words)))
+            assert not_at_rest(engine) == []
+
         for step in range(2):
             train(engine, step)
             if fails:
-                engine.module.fails_after = 2 if dist.get_rank() == 1 else -1
-                said = outcome(lambda engine=engine: engine.generate(prompt(0), max_new_tokens=6))
-                assert not_at_rest(engine) == []
+                engine.module.fails_after = 2 if odd else -1
+                call(max_new_tokens=6)
                 engine.module.fails_after = -1
+                call(max_new_tokens="3" if odd else 3)
+                call(**({"twice": 1} if odd else {}))
                 engine.generate(prompt(dist.get_rank()))
         weights.append(full_parameters(engine.module))
         engine.destroy()
@@ -209,28 +217,12 @@ def an_error_on_one_rank(stage: int, pinned: bool) -> str:
 
 @pytest.mark.parametrize(("stage", "pinned"), [(1, True), (3, True), (3, False)])
 def test_an_error_of_one_rank_is_one_of_all(pool2: RankPool, stage: int, pinned: bool) -> None:
-    other, own = pool2.run(an_error_on_one_rank, stage, pinned)
-    assert RankFailedError.__name__ in other and "rank 1" in other and "no more words" in other
-    assert "ValueError" in own and RankFailedError.__name__ not in own
-
-
-def odd_arguments(pinned: bool) -> tuple[str, str]:
-    """One rank gives a length that is no number, and then a word that ``generate`` does not know."""
-    engine = start(speaker(), config(3, zero=ZERO, pin_parameters=pinned))
-    odd = dist.get_rank() == 1
-    length = outcome(lambda: engine.generate(prompt(0), max_new_tokens="3" if odd else 3))
-    word = outcome(lambda: engine.generate(prompt(0), **({"twice": 1} if odd else {})))
-    train(engine, 0)
-    assert not_at_rest(engine) == []
-    engine.destroy()
-    return length, word
-
-
-@pytest.mark.parametrize("pinned", [True, False])
-def test_arguments_that_one_rank_gets_wrong_are_an_error_of_all(pool2: RankPool, pinned: bool) -> None:
-    other, own = pool2.run(odd_arguments, pinned)
-    assert all("TypeError" in said and RankFailedError.__name__ not in said for said in own)
+    other, own = pool2.run(errors_on_one_rank, stage, pinned)
     assert all(RankFailedError.__name__ in said and "rank 1" in said for said in other)
+    assert not any(RankFailedError.__name__ in said for said in own)
+    assert len(own) == 6 and all("no more words" in said for said in (*other[::3], *own[::3]))
+    assert all("ValueError" in said for said in own[::3])
+    assert all("TypeError" in said for said in (*own[1::3], *own[2::3]))
 
 
 class Apart(Speaker):
