@@ -189,8 +189,8 @@ def test_so_many_layers_are_gathered_by_one_message(pool2: RankPool) -> None:
 
 
 def errors_on_one_rank(stage: int, pinned: bool) -> list[str]:
-    """What each rank raises where rank 1 fails in a forward, where it gives a length that is no number, and where a
-    word that ``generate`` does not know; the training after it is as if nothing had been.
+    """What each rank raises where rank 1 fails in a forward, gives a length that is no number, and gives a word that
+    ``generate`` does not know; the training after it is as if nothing had been.
     """
     odd, weights, said = dist.get_rank() == 1, [], list[str]()
     for fails in (False, True):

@@ -261,6 +261,7 @@ def borrowed(stage: int) -> tuple[float, str]:
     return lockstep(regression(Borrower), make_config(stage, zero=ZERO))
 
 
+@pytest.mark.in_make_test("3")  # where they come and go
 @pytest.mark.parametrize("stage", [0, 3])
 def test_weights_used_outside_their_module(pool2: RankPool, stage: int) -> None:
     for error, worst in pool2.run(borrowed, stage):
