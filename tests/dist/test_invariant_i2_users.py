@@ -62,14 +62,6 @@ class PinsInside(nn.Linear):
         return x @ turned / (1 + scale)
 
 
-class Pinning(Stack):
-    """Its middle layer pins and unpins its own unit inside its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1] = PinsInside(HIDDEN, HIDDEN)
-
-
 class ListsItsOwnWay(nn.Linear):
     """Overrides what lists its parameters, with fewer arguments than torch's."""
 
@@ -77,12 +69,10 @@ class ListsItsOwnWay(nn.Linear):
         return super().named_parameters(prefix, recurse)
 
 
-class Listing(Stack):
-    """Its middle layer is one of those."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1] = ListsItsOwnWay(HIDDEN, HIDDEN)
+def _with_middle(kind: type[nn.Linear]) -> Stack:
+    model = Stack()
+    model.layers[1] = kind(HIDDEN, HIDDEN)
+    return model
 
 
 class Pair(nn.Module):
@@ -190,8 +180,8 @@ def _loss_regularised(model: nn.Module, batch: tuple[Tensor, Tensor], place: Mic
 
 CASES: dict[str, Case] = {
     "nested": regression(Nested),
-    "pinning": regression(Pinning),
-    "lists_its_own_way": regression(Listing),
+    "pinning": regression(partial(_with_middle, PinsInside)),
+    "lists_its_own_way": regression(partial(_with_middle, ListsItsOwnWay)),
     "outside": regression(Stack, loss=_loss_outside),
     "regulariser": regression(Stack, loss=partial(_loss_regularised, view=False)),
     "regulariser_of_views": regression(Stack, loss=partial(_loss_regularised, view=True)),
