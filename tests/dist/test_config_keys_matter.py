@@ -6,6 +6,7 @@ that start from the same run are changed together, and one by one only where tha
 """
 
 import copy
+import functools
 import json
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
@@ -23,6 +24,7 @@ from tests.harness.pool import RankPool
 
 pytestmark = pytest.mark.timeout(300)
 KEYS = all_keys(DeepSpeedConfig)
+FIELDS = {field.path: field.info for field in declared_fields(DeepSpeedConfig)}
 HONOURED = sorted(path for path, key in KEYS.items() if key.support is Support.HONOURED)
 INERT = sorted(path for path, key in KEYS.items() if key.support is Support.INERT)
 # What these honoured keys do takes two ranks to show; one shows what all others do.
@@ -64,13 +66,6 @@ def _parts(annotation: Any) -> list[Any]:
     return [annotation, *(part for argument in inside for part in _parts(argument))]
 
 
-def changed_by_type(path: str, info: FieldInfo | None) -> Probe:
-    """A probe for ``path`` with another value of the type of its field, in a run that shards everything."""
-    if info is None:
-        raise LookupError(f"{path} is no declared field: add a probe to INERT_PROBES")
-    return Probe(base(3, steps_per_print=2), _other_value(info))
-
-
 @dataclass(frozen=True)
 class Run:
     """One training run, as text so that equal ones are made once."""
@@ -101,21 +96,22 @@ def _pair(path: str, probe: Probe) -> tuple[Run, Run]:
     return runs[0], runs[1]
 
 
+@functools.cache
 def _inert_probe(path: str) -> Probe:
+    """Its own probe, or one with another value of the type of its field, in a run that shards everything."""
     if path in INERT_PROBES:
         return INERT_PROBES[path]
-    fields = {field.path: field.info for field in declared_fields(DeepSpeedConfig)}
-    return changed_by_type(path, fields.get(path))
+    assert path in FIELDS, f"{path} is no declared field: add a probe to INERT_PROBES"
+    return Probe(base(3, steps_per_print=2), _other_value(FIELDS[path]))
 
 
 def _together(paths: list[str]) -> dict[str, tuple[Run, Run]]:
     """For each of these inert keys the run that it starts from, and that run with all keys changed that share it."""
+    starts = {path: _pair(path, _inert_probe(path))[0] for path in sorted(paths)}
     groups: dict[Run, dict[str, Any]] = {}
-    for path in sorted(paths):
+    for path, start in starts.items():
         probe = _inert_probe(path)
-        start, config = _pair(path, probe)[0], groups.get(_pair(path, probe)[0], probe.config)
-        groups[start] = _set(config, probe.path or path, probe.value)
-    starts = {path: _pair(path, _inert_probe(path))[0] for path in paths}
+        groups[start] = _set(groups.get(start, probe.config), probe.path or path, probe.value)
     changed = {start: Run(json.dumps(c, sort_keys=True), start.scenario, start.world) for start, c in groups.items()}
     return {path: (start, changed[start]) for path, start in starts.items()}
 
