@@ -113,11 +113,15 @@ def test_invariant_i5_recomputation_never_releases(pool2: RankPool, name: str, e
         assert released == []
 
 
-NO_PREFETCH = {"prefetch_bucket_size": 0, "overlap_comm": False}
+PLANS: dict[str, tuple[int, dict[str, int]]] = {
+    **{f"stage {stage}": (stage, {}) for stage in (0, 1, 2)},
+    "nothing ahead": (3, {"prefetch_bucket_size": 0, "overlap_comm": False}),
+}
 
 
-@pytest.mark.parametrize(("stage", "zero"), [(0, {}), (1, {}), (2, {}), (3, NO_PREFETCH)])
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["nested", "nested_reentrant", "sequences"])
-def test_invariant_i5_under_other_plans(pool2: RankPool, name: str, stage: int, zero: dict[str, int]) -> None:
+def test_invariant_i5_under_other_plans(pool2: RankPool, name: str, plan: str) -> None:
+    stage, zero = PLANS[plan]
     for error, worst, _ in pool2.run(train, name, stage, True, zero):
         assert error <= TOLERANCE, worst
