@@ -395,24 +395,17 @@ def _monitor_probes(block: str) -> dict[str, Probe]:
 
 
 def _service_probes() -> dict[str, Probe]:
-    wandb, comet = base(wandb={"enabled": True}), base(comet={"enabled": True})
-    changed = {
+    changed: dict[str, dict[str, Any]] = {
         "wandb": {"group": "g", "team": "t", "project": "p"},
-        "comet": {"samples_log_interval": 4, "project": "p", "workspace": "w"},
+        "comet": {"samples_log_interval": 4, "project": "p", "workspace": "w", "online": False, "mode": "create"},
     }
-    changed["comet"] |= {
-        "api_key": "k",
-        "experiment_name": "n",
-        "experiment_key": "e",
-        "online": False,
-        "mode": "create",
-    }
-    return {
-        "wandb.enabled": Probe(base(wandb={"enabled": False}), value=True),
-        "comet.enabled": Probe(base(comet={"enabled": False}), value=True),
-        **{f"wandb.{name}": Probe(wandb, value) for name, value in changed["wandb"].items()},
-        **{f"comet.{name}": Probe(comet, value) for name, value in changed["comet"].items()},
-    }
+    changed["comet"] |= {"api_key": "k", "experiment_name": "n", "experiment_key": "e"}
+    probes = {}
+    for service, values in changed.items():
+        off, on = (base(**{service: {"enabled": enabled}}) for enabled in (False, True))
+        probes[f"{service}.enabled"] = Probe(off, value=True)
+        probes |= {f"{service}.{name}": Probe(on, value) for name, value in values.items()}
+    return probes
 
 
 def _checkpoint_probes() -> dict[str, Probe]:
@@ -511,6 +504,7 @@ PROBES: dict[str, Probe] = {
     **_service_probes(),
 }
 
+_ON_HOST = base(3, zero={"offload_optimizer": {"device": "cpu"}})
 # Inert keys whose changed value cannot be made up from their type alone.
 INERT_PROBES: dict[str, Probe] = {
     "allgather_size": Probe(base(zero_optimization=True), 1000),
@@ -524,22 +518,15 @@ INERT_PROBES: dict[str, Probe] = {
     ),
     "activation_checkpointing.partition_activations": Probe(base(), value=True, scenario="recompute"),
     **{
-        f"zero_optimization.offload_optimizer.{name}": Probe(
-            base(3, zero={"offload_optimizer": {"device": "cpu"}}), value=True
-        )
+        f"zero_optimization.offload_optimizer.{name}": Probe(_ON_HOST, value=True)
         for name in ("pipeline_read", "pipeline_write", "fast_init")
     },
     "zero_optimization.grad_hooks": Probe(base(3), value=True),
     "pipeline.<any>": Probe(base(3), 3, path="pipeline.of_my_own"),
     "checkpoint.writer": Probe(base(3), {"type": "PYTHON"}, scenario="checkpoint"),
-    **{
-        f"checkpoint.{name}": Probe(base(3), value, scenario="checkpoint")
-        for name, value in (
-            ("load_universal", True),
-            ("checkpoint_serialization", False),
-            ("use_node_local_storage", True),
-        )
-    },
+    "checkpoint.load_universal": Probe(base(3), value=True, scenario="checkpoint"),
+    "checkpoint.checkpoint_serialization": Probe(base(3), value=False, scenario="checkpoint"),
+    "checkpoint.use_node_local_storage": Probe(base(3), value=True, scenario="checkpoint"),
     "zero_optimization.load_from_fp32_weights": Probe(base(2), value=False, scenario="checkpoint"),
     "zero_optimization.elastic_checkpoint": Probe(base(2), value=True, scenario="checkpoint"),
     "zero_optimization.pipeline_loading_checkpoint": Probe(base(3), value=True, scenario="checkpoint"),

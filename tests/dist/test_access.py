@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.errors import UsageError
 from deepspeed.tools.verify.grads import full_parameters, scaled_error
 from deepspeed.tools.verify.models import Case, MicroBatch, case_named
 from deepspeed.tools.verify.reference import gate_optimizer, trainable
@@ -29,7 +28,7 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from tests.harness.lockstep import TOLERANCE, live_bytes, not_at_rest
+from tests.harness.lockstep import TOLERANCE, equal, live_bytes, not_at_rest
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.reference16 import rounded
@@ -40,65 +39,55 @@ ZERO = {"param_persistence_threshold": 20}
 SLOTS = ("exp_avg", "exp_avg_sq")
 
 
-def _plain_run(case: Case, steps: int) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Tensor]]:
-    """A plain run over all ranks' data; the model, its optimizer, and the gradients of the last step before it was
-    taken.
-    """
+def _plain_run(case: Case, steps: int) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+    """A plain run over all ranks' data; the parameters with the gradients of the last step, and the optimizer."""
     world = dist.get_world_size()
     model = case.build()
     optimizer = gate_optimizer(model)
-    grads: dict[str, Tensor] = {}
     for step in range(steps):
         optimizer.zero_grad()
         for rank in range(world):
             for micro in range(case.accumulation):
-                (
-                    case.seeded_loss(model, MicroBatch(step, micro, rank, world))[0] / (world * case.accumulation)
-                ).backward()
-        grads = {name: p.grad.clone() for name, p in trainable(model).items() if p.grad is not None}
+                loss = case.seeded_loss(model, MicroBatch(step, micro, rank, world))[0]
+                (loss / (world * case.accumulation)).backward()
         optimizer.step()
-    return model, optimizer, grads
+    return trainable(model), optimizer
 
 
 def read_everything(stage: int, accumulation: int) -> dict[str, float]:
+    """The largest error of each kind of value."""
     case = case_named("tied", accumulation=accumulation)
-    model, optimizer, grads = _plain_run(case, 2)
+    plain, optimizer = _plain_run(case, 2)
     engine = start(case.build(), make_config(stage, zero=ZERO, gradient_accumulation_steps=accumulation))
+    errors: dict[str, float] = {}
+
+    def note(kind: str, full: Tensor | None, local: Tensor | None, expected: Tensor | None) -> None:
+        assert full is not None and full.dtype is torch.float32 and expected is not None
+        found = scaled_error(full, expected.detach()), _local_error(local, full)
+        errors[kind] = max(errors.get(kind, 0.0), *found)
+
     train_step(engine, case, 0)
-    errors = {"grad": 0.0, "master": 0.0, **dict.fromkeys(SLOTS, 0.0), "none": 0.0}
     mine = trainable(engine.module)
-    errors["none"] += sum(safe_get_full_grad(p) is not None for p in mine.values())
-    errors["none"] += sum(safe_get_full_optimizer_state(p, "no_such_slot") is not None for p in mine.values())
+    assert all(safe_get_full_grad(p) is None for p in mine.values())
+    assert all(safe_get_full_optimizer_state(p, "no_such_slot") is None for p in mine.values())
     for micro in range(accumulation):
-        engine.backward(case.seeded_loss(engine, here(1, micro))[0])
-        if micro < accumulation - 1:
+        if micro:
             engine.step()
+        engine.backward(case.seeded_loss(engine, here(1, micro))[0])
     for name, p in mine.items():
-        full = safe_get_full_grad(p)
-        assert full is not None and full.dtype is torch.float32
-        errors["grad"] = max(errors["grad"], scaled_error(full, grads[name]))
-        errors["grad"] = max(errors["grad"], _local_error(p, safe_get_local_grad(p), full))
+        note("grad", safe_get_full_grad(p), safe_get_local_grad(p), plain[name].grad)
     engine.step()
-    for name, p in trainable(model).items():
-        ours = mine[name]
-        full = safe_get_full_fp32_param(ours)
-        assert full is not None and full.dtype is torch.float32
-        errors["master"] = max(
-            errors["master"], scaled_error(full, p.detach()), _local_error(ours, safe_get_local_fp32_param(ours), full)
-        )
+    for name, p in mine.items():
+        note("master", safe_get_full_fp32_param(p), safe_get_local_fp32_param(p), plain[name])
         for slot in SLOTS:
-            value = safe_get_full_optimizer_state(ours, slot)
-            assert value is not None
-            local = safe_get_local_optimizer_state(ours, slot)
-            errors[slot] = max(
-                errors[slot], scaled_error(value, optimizer.state[p][slot]), _local_error(ours, local, value)
-            )
-    errors["none"] += len(not_at_rest(engine))
+            full, local = safe_get_full_optimizer_state(p, slot), safe_get_local_optimizer_state(p, slot)
+            note(slot, full, local, optimizer.state[plain[name]][slot])
+    assert not_at_rest(engine) == []
     engine.destroy()
     return errors
 
 
-def _local_error(param: nn.Parameter, local: Tensor | None, full: Tensor) -> float:
+def _local_error(local: Tensor | None, full: Tensor) -> float:
     """The local parts of all ranks, put together, are the full tensor (or each is all of it)."""
     assert local is not None and local.dim() == 1
     parts: list[Any] = [None] * dist.get_world_size()
@@ -113,27 +102,25 @@ def _local_error(param: nn.Parameter, local: Tensor | None, full: Tensor) -> flo
 @pytest.mark.parametrize("stage", STAGES)
 def test_full_and_local_reads_equal_the_plain_run(pool2: RankPool, stage: int, accumulation: int) -> None:
     for errors in pool2.run(read_everything, stage, accumulation):
-        assert max(errors.values()) <= TOLERANCE, errors
+        assert errors.keys() == {"grad", "master", *SLOTS} and max(errors.values()) <= TOLERANCE, errors
 
 
-def written_while_gathered(stage: int, modifier: int | None) -> dict[str, bool]:
+def written_while_gathered(stage: int, modifier: int | None) -> None:
     engine = start(case_named("plain").build(), make_config(stage, zero={"param_persistence_threshold": 0}))
     p = engine.module.layers[1].up.weight
     with deepspeed.zero.GatheredParameters([p], modifier_rank=modifier):
         value = torch.linspace(-1, 1, p.numel()).view(p.shape)
         safe_set_full_fp32_param(p, value)
-        found = {"seen inside": torch.equal(p, value)}
-    found["stays"] = torch.equal(full_parameters(engine.module)["layers.1.up.weight"], value)
-    found["master"] = torch.equal(safe_get_full_fp32_param(p), value)
+        assert torch.equal(p, value), "not seen inside"
+    assert torch.equal(full_parameters(engine.module)["layers.1.up.weight"], value), "does not stay"
+    assert torch.equal(safe_get_full_fp32_param(p), value), "not the master"
     engine.destroy()
-    return found
 
 
 @pytest.mark.parametrize("modifier", [None, 1])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_master_written_while_gathered_is_seen_and_stays(pool2: RankPool, stage: int, modifier: int | None) -> None:
-    for found in pool2.run(written_while_gathered, stage, modifier):
-        assert all(found.values()), found
+    pool2.run(written_while_gathered, stage, modifier)
 
 
 def gathered_semantics() -> dict[str, bool]:
@@ -196,12 +183,13 @@ def gathered_semantics() -> dict[str, bool]:
     found["data assigned inside"] = bool((full_parameters(model)["layers.0.up.bias"] == 3.0).all())
     train_step(engine, case_named("tied"), 0)
     found["training goes on"] = not_at_rest(engine) == []
-    try:
+
+    def unknown() -> None:
         with gathered(everything, modifier_rank=5):
             pass
-        found["unknown modifier"] = False
-    except UsageError as error:
-        found["unknown modifier"] = "modifier_rank 5" in str(error)
+
+    said = outcome(unknown)
+    found["unknown modifier"] = "UsageError" in said and "modifier_rank 5" in said
     found["released after a bad modifier"] = released()
     engine.destroy()
     with gathered(everything, modifier_rank=0):
@@ -214,7 +202,8 @@ def test_gathered_parameters_keeps_what_callers_rely_on(pool2: RankPool) -> None
         assert all(found.values()), [name for name, good in found.items() if not good]
 
 
-def consolidated(stage: int, folder: str, save: bool) -> dict[str, Any]:
+def consolidated(stage: int, folder: str, save: bool) -> tuple[bool, bool]:
+    """Whether a file was written, and whether asking for a state dict was refused; each has the weights."""
     case = rounded(case_named("tied"), torch.bfloat16)
     zero = {**ZERO, "gather_16bit_weights_on_model_save": save}
     model = case.build()
@@ -226,49 +215,40 @@ def consolidated(stage: int, folder: str, save: bool) -> dict[str, Any]:
     engine = start(model, make_config(stage, zero=zero, bf16={"enabled": True}))
     train_step(engine, case, 0)
     expected = full_parameters(model)
-    report: dict[str, Any] = {"refused": False, "wrong": []}
-    target = Path(folder)
+    states, target = [], Path(folder) / "weights.bin"
     with logged(logging.WARNING) as said:
-        report["written"] = engine.save_16bit_model(folder, "weights.bin")
+        written = engine.save_16bit_model(folder, target.name)
     warned = any("wrote nothing" in text for text in said)
-    if warned != (not report["written"] and dist.get_rank() == 0):
-        report["wrong"].append(f"warned: {warned}")
+    assert warned == (not written and dist.get_rank() == 0)
     dist.barrier()
-    states = []
-    if report["written"]:
-        states.append(torch.load(target / "weights.bin"))
-    elif (target / "weights.bin").exists():
-        report["wrong"].append("a file although nothing was to be written")
+    assert target.exists() == written
+    if written:
+        states.append(torch.load(target))
+    refused = ""
     try:
         state = engine._zero3_consolidated_16bit_state_dict()
         trained = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
-        if (state is None) != (dist.get_rank() != 0):
-            report["wrong"].append("only the first rank gets the weights")
+        assert (state is None) == (dist.get_rank() != 0), "only the first rank gets the weights"
         if state is not None:
             states.append(state)
-            if set(state) - set(trained) != {"layers.0.norm.weight"}:
-                report["wrong"].append("exclude_frozen_parameters")
-    except ValueError:
-        report["refused"] = True
+            assert set(state) - set(trained) == {"layers.0.norm.weight"}
+    except ValueError as error:
+        refused = str(error)
     for state in states:
-        report["wrong"] += [] if sorted(state) == sorted(keys) else [f"keys {list(state)}"]
-        report["wrong"] += [
-            n for n, v in expected.items() if not torch.equal(state[n], v) or v.dtype is not torch.bfloat16
-        ]
-        report["wrong"] += (
-            [] if state["head.weight"].data_ptr() == state["embed.weight"].data_ptr() else ["tied names do not share"]
-        )
+        assert sorted(state) == sorted(keys)
+        assert equal({name: state[name] for name in expected}, expected)
+        assert all(state[name].dtype is torch.bfloat16 for name in expected)
+        assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr(), "tied names do not share"
     engine.destroy()
-    return report
+    return written, bool(refused)
 
 
 @pytest.mark.parametrize("save", [True, False], ids=["gather_on_save", "no_gather"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_whole_weights(pool2: RankPool, tmp_path: Path, stage: int, save: bool) -> None:
-    for report in pool2.run(consolidated, stage, str(tmp_path), save):
-        assert report["wrong"] == []
-        assert report["refused"] == (stage < 3), "ValueError where parameters are not sharded, and only there"
-        assert report["written"] == (stage < 3 or save)
+    for written, refused in pool2.run(consolidated, stage, str(tmp_path), save):
+        assert refused == (stage < 3), "ValueError where parameters are not sharded, and only there"
+        assert written == (stage < 3 or save)
 
 
 def _updated_gradients(stage: int) -> bool:
@@ -295,38 +275,25 @@ def test_gradients_are_updated_by_a_function_of_value_and_parameter(pool2: RankP
     assert pool2.run(_updated_gradients, stage) == [True, True]
 
 
-def _gradient_that_is_not_there(stage: int) -> list[str]:
+def _before_the_first_step(stage: int) -> list[str]:
+    """Set slots, and gradients of zeros, as scripts that clear all do; what is said of setting other gradients."""
     case = case_named("plain")
     engine = start(case.build(), make_config(stage, zero=ZERO))
-    param, said = engine.module.layers[1].up.weight, []
-    for setter, shape in ((safe_set_full_grad, tuple(param.shape)), (safe_set_local_grad, (1,))):
-        setter(param, torch.zeros(shape))  # as of scripts that clear every gradient
-        said.append(outcome(lambda s=setter, n=shape: s(param, torch.ones(n))))
+    p, said = engine.module.layers[1].up.weight, []
+    for slot in (*SLOTS, "no_such_slot"):
+        safe_set_local_optimizer_state(p, torch.ones(p.numel()), slot)
+        safe_set_full_optimizer_state(p, torch.ones(p.shape), slot)
+        found = safe_get_local_optimizer_state(p, slot)
+        assert found is None or not found.numel(), slot
+    for setter, shape in ((safe_set_full_grad, p.shape), (safe_set_local_grad, (1,))) if stage else ():
+        setter(p, torch.zeros(shape))
+        said.append(outcome(lambda s=setter, n=shape: s(p, torch.ones(n))))
     train_step(engine, case, 0)
     engine.destroy()
     return said
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_setting_a_gradient_that_is_not_there_is_said_on_every_rank(pool2: RankPool, stage: int) -> None:
-    for said in pool2.run(_gradient_that_is_not_there, stage):
-        assert all("UsageError" in text and "layers.1.up.weight' has no gradient" in text for text in said), said
-
-
-def _before_the_first_step(stage: int) -> list[str]:
-    case = case_named("plain")
-    engine = start(case.build(), make_config(stage, zero=ZERO))
-    p, wrong = engine.module.layers[1].up.weight, []
-    for slot in (*SLOTS, "no_such_slot"):
-        safe_set_local_optimizer_state(p, torch.ones(p.numel()), slot)
-        safe_set_full_optimizer_state(p, torch.ones(p.shape), slot)
-        if safe_get_local_optimizer_state(p, slot) is not None and safe_get_local_optimizer_state(p, slot).numel():
-            wrong.append(slot)
-    train_step(engine, case, 0)
-    engine.destroy()
-    return wrong
-
-
 @pytest.mark.parametrize("stage", STAGES)
-def test_setting_a_slot_that_is_not_there_yet_does_nothing(pool2: RankPool, stage: int) -> None:
-    assert pool2.run(_before_the_first_step, stage) == [[], []]
+def test_before_the_first_step_slots_are_set_in_vain_and_gradients_refused(pool2: RankPool, stage: int) -> None:
+    for said in pool2.run(_before_the_first_step, stage):
+        assert all("UsageError" in text and "layers.1.up.weight' has no gradient" in text for text in said), said

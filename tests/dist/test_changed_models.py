@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.tools.verify.grads import full_parameters, scaled_error
+from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.tools.verify.models import MicroBatch, case_named, regression_batch
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from tests.harness.lockstep import equal
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
-from tests.harness.training import STAGES, here, make_config, outcome, start
+from tests.harness.training import STAGES, here, make_config, outcome, parameter_error, start, train_step
 
 pytestmark = pytest.mark.timeout(90)
 CASE = case_named("plain")
 SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}}
 ZERO = {"param_persistence_threshold": 20}
-PLACES: dict[str, dict[str, Any]] = {
-    "device": {},
-    "host": {"offload_optimizer": {"device": "cpu"}},
-}
+PLACES: dict[str, dict[str, Any]] = {"device": {}, "host": {"offload_optimizer": {"device": "cpu"}}}
+HALF = {"bf16": {"enabled": True}}
 
 
 def engine_of(stage: int, place: str = "device", **changes: Any) -> Any:
@@ -62,9 +63,11 @@ class Plain:
 
 
 def error_of(engine: Any, plain: Plain) -> float:
-    whole = full_parameters(engine.module)
-    expected = dict(plain.model.named_parameters())
-    return max(scaled_error(value.float(), expected[name].detach().float()) for name, value in whole.items())
+    return parameter_error(engine.module, {name: p.detach() for name, p in plain.model.named_parameters()})[0]
+
+
+def pair_of(stage: int, place: str, half: bool) -> tuple[Any, Plain]:  # noqa: FBT001
+    return engine_of(stage, place, **(HALF if half else {})), Plain(torch.bfloat16 if half else torch.float32)
 
 
 def error_at_end(engine: Any, plain: Plain) -> float:
@@ -73,14 +76,8 @@ def error_at_end(engine: Any, plain: Plain) -> float:
     return error
 
 
-def step(engine: Any, number: int) -> None:
-    place = MicroBatch(number, 0, dist.get_rank(), dist.get_world_size())
-    engine.backward(CASE.seeded_loss(engine, place)[0])
-    engine.step()
-
-
 def both(engine: Any, plain: Plain, number: int) -> None:
-    step(engine, number)
+    train_step(engine, CASE, number)
     plain.step(number)
 
 
@@ -107,15 +104,12 @@ EDITS: dict[str, Callable[[nn.Module], None]] = {"load_state_dict": _load, "appl
 
 
 def edited(how: str, stage: int, place: str, half: bool) -> float:  # noqa: FBT001
-    engine = engine_of(stage, place, **({"bf16": {"enabled": True}} if half else {}))
-    plain = Plain(torch.bfloat16 if half else torch.float32)
+    engine, plain = pair_of(stage, place, half)
     for number in range(4):
-        if number == 2 and stage == 3:
-            with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
-                EDITS[how](engine.module)
-        elif number == 2:
-            EDITS[how](engine.module)
         if number == 2:
+            whole = list(engine.module.parameters()) if stage == 3 else []
+            with deepspeed.zero.GatheredParameters(whole, modifier_rank=0):
+                EDITS[how](engine.module)
             EDITS[how](plain.model)
         both(engine, plain, number)
     return error_at_end(engine, plain)
@@ -138,28 +132,27 @@ def test_values_written_into_parameters_are_what_trains_on(
     assert max(pool2.run(edited, how, stage, place, half)) < (0.01 if half else 1e-6)
 
 
-def masters_after_an_edit() -> tuple[bool, bool]:
-    """Whether the masters of what was not edited keep their bits, and a checkpoint has what was."""
-    engine = engine_of(1, bf16={"enabled": True})
-    step(engine, 0)
-    name = {id(p): n for n, p in engine.module.named_parameters()}
-    get = deepspeed.utils.safe_get_full_fp32_param
-    before = {name[id(p)]: get(p).clone() for p in engine.module.parameters()}
+def masters_after_an_edit() -> None:
+    engine = engine_of(1, **HALF)
+    train_step(engine, CASE, 0)
+
+    def masters() -> dict[str, Tensor]:
+        return {n: safe_get_full_fp32_param(p).clone() for n, p in engine.module.named_parameters()}
+
+    before = masters()
     with torch.no_grad():
         for p in engine.module.parameters():
             p.copy_(p.clone())
         engine.module.head.weight[0] = 0.25
     engine._parts.hooks.take_edits()
-    after = {name[id(p)]: get(p).clone() for p in engine.module.parameters()}
     before["head.weight"][0] = 0.25
-    same = all(torch.equal(before[n], after[n]) for n in before)
-    rounded = any(not torch.equal(v, v.bfloat16().float()) for v in after.values())
+    assert equal(masters(), before)
+    assert any(not torch.equal(v, v.bfloat16().float()) for v in before.values()), "a rounded value has all bits"
     engine.destroy()
-    return same, rounded
 
 
 def test_elements_that_nobody_edits_keep_the_bits_of_their_masters(pool2: RankPool) -> None:
-    assert pool2.run(masters_after_an_edit) == [(True, True)] * 2
+    pool2.run(masters_after_an_edit)
 
 
 def _through_data(model: nn.Module) -> None:
@@ -170,8 +163,7 @@ def _through_data(model: nn.Module) -> None:
 
 def edited_through_data(stage: int, place: str, half: bool, when: int) -> float:  # noqa: FBT001
     """The error where before update ``when`` parameters are written to in ways that torch does not count."""
-    engine = engine_of(stage, place, **({"bf16": {"enabled": True}} if half else {}))
-    plain = Plain(torch.bfloat16 if half else torch.float32)
+    engine, plain = pair_of(stage, place, half)
     for number in range(when + 2):
         if number == when:
             for model in (engine.module, plain.model):
@@ -195,7 +187,7 @@ def test_what_is_written_through_data_counts_before_the_first_update_and_when_it
 
 def edited_again(folder: str) -> float:
     """The error where parameters are written to through ``data``, saved and written to again before an update."""
-    engine, plain = engine_of(1, "device", bf16={"enabled": True}), Plain(torch.bfloat16)
+    engine, plain = pair_of(1, "device", half=True)
     for model in (engine.module, plain.model):
         _through_data(model)
     engine.save_checkpoint(folder)
@@ -212,20 +204,19 @@ def test_what_is_written_through_data_after_a_save_counts_until_the_first_update
     assert max(pool2.run(edited_again, str(tmp_path))) < 0.01
 
 
-def masters_written_first() -> bool:
-    """Whether a master that is written before the first update is what trains on, not what the model shows of it."""
-    engine = engine_of(1, bf16={"enabled": True}, optimizer={"type": "SGD", "params": {"lr": 0.0}})
+def masters_written_first() -> None:
+    """A master that is written before the first update is what trains on, not what the model shows of it."""
+    engine = engine_of(1, **HALF, optimizer={"type": "SGD", "params": {"lr": 0.0}})
     weight = engine.module.head.weight
     values = torch.full(weight.shape, 0.3)
-    deepspeed.utils.safe_set_full_fp32_param(weight, values)
-    step(engine, 0)
-    found = deepspeed.utils.safe_get_full_fp32_param(weight)
+    safe_set_full_fp32_param(weight, values)
+    train_step(engine, CASE, 0)
+    assert torch.equal(safe_get_full_fp32_param(weight), values)
     engine.destroy()
-    return torch.equal(found, values)
 
 
 def test_masters_that_are_written_before_the_first_update_stay(pool2: RankPool) -> None:
-    assert pool2.run(masters_written_first) == [True, True]
+    pool2.run(masters_written_first)
 
 
 def released(how: str) -> str:
@@ -245,85 +236,65 @@ def _fail(*_: Any) -> None:
     raise ZeroDivisionError
 
 
-def frozen(stage: int, place: str, *, fails: bool = False) -> tuple[float, bool, list[str]]:
-    """Frozen for two steps, then trained for three; the largest error, whether it stood still, and what did after.
+def train_first_block(*models: Any, on: bool) -> None:
+    for model in models:
+        for name, param in model.named_parameters():
+            if "layers.0" in name:
+                param.requires_grad_(on)
 
-    ``fails``: a forward fails right before.
-    """
-    engine, plain = engine_of(stage, place), Plain()
-    names = [n for n, _ in plain.model.named_parameters() if "layers.0" in n]
-    before: dict[str, Tensor] = {}
-    for number in range(4):
+
+def frozen_behind_a_failure(stage: int) -> list[float]:
+    """The error after two updates in which the first block is frozen, and after two more."""
+    engine, plain, errors = engine_of(stage), Plain(), list[float]()
+    for number in range(6):
         if number == 2:
-            if fails:
-                handle = [*engine.module.modules()][-1].register_forward_pre_hook(_fail)
-                with contextlib.suppress(ZeroDivisionError):
-                    engine(regression_batch(here(number))[0])
-                handle.remove()
-            before = {n: v.clone() for n, v in full_parameters(engine.module).items() if n in names}
-            for model in (engine.module, plain.model):
-                for name in names:
-                    model.get_parameter(name).requires_grad_(False)
+            handle = engine.module.head.register_forward_pre_hook(_fail)
+            with contextlib.suppress(ZeroDivisionError):
+                engine(regression_batch(here(number))[0])
+            handle.remove()
+        if number in (2, 4):
+            errors.append(error_of(engine, plain))
+            train_first_block(engine.module, plain.model, on=number == 4)
         both(engine, plain, number)
-    error = error_of(engine, plain)
-    still = all(torch.equal(v, before[n]) for n, v in full_parameters(engine.module).items() if n in names)
-    for name in names:
-        for model in (engine.module, plain.model):
-            model.get_parameter(name).requires_grad_(True)
-    for number in range(4, 7):
-        both(engine, plain, number)
-    stood = [n for n, v in full_parameters(engine.module).items() if n in names and torch.equal(v, before[n])]
-    error = max(error, error_of(engine, plain))
-    engine.destroy()
-    return error, still, stood
+    return [*errors, error_at_end(engine, plain)]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_forward_that_failed_is_no_part_of_a_window(pool2: RankPool, stage: int) -> None:
-    """What is frozen behind it stands still from there."""
-    for error, still, wrong in pool2.run(frozen, stage, "device", fails=True):
-        assert error < 1e-6 and still and wrong == []
+    """What is frozen behind it stands still from there, momentum or not, as in plain PyTorch."""
+    for errors in pool2.run(frozen_behind_a_failure, stage):
+        assert max(errors) < 1e-6
 
 
-def frozen_beside(door: str, stage: int) -> tuple[float, int, bool]:
-    """Frozen before a door that takes hooks away and brings them back, and trained again behind it.
-
-    The error at the end, gradients that were left in ``.grad`` meanwhile, and whether hooks are as many as before.
-    """
-    engine, plain, left = engine_of(stage, "device"), Plain(), 0
+def frozen_beside(door: str, stage: int) -> float:
+    """The error of what is frozen before a door that takes hooks away and brings them back, and trained behind it."""
+    engine, plain = engine_of(stage), Plain()
     hooks = engine._parts.hooks
     count = len(hooks.backward_handles)
     for number in range(5):
         if number in (1, 3):
-            for model in (engine.module, plain.model):
-                for name, param in model.named_parameters():
-                    if "layers.0" in name:
-                        param.requires_grad_(number == 3)
+            train_first_block(engine.module, plain.model, on=number == 3)
         if number in (1, 2) and door == "unsharded":
+            ids = [handle.id for handle in hooks.forward_handles]
             with engine.unsharded():
-                assert not any(hook in m._forward_pre_hooks for m in engine.module.modules() for hook in _ids(hooks))
+                assert not any(hook in m._forward_pre_hooks for m in engine.module.modules() for hook in ids)
         if number in (1, 2) and door == "compile":
             engine.compile(backend="eager")
         both(engine, plain, number)
-        left += sum(p.grad is not None for p in engine.module.parameters())
-    same = len(hooks.backward_handles) == count and all(h.id in h.hooks_dict_ref() for h in hooks.backward_handles)
-    return error_at_end(engine, plain), left, same
+        assert all(p.grad is None for p in engine.module.parameters())
+    assert len(hooks.backward_handles) == count and all(h.id in h.hooks_dict_ref() for h in hooks.backward_handles)
+    return error_at_end(engine, plain)
 
 
-def _ids(hooks: Any) -> list[int]:
-    return [handle.id for handle in hooks.forward_handles]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("door", ["unsharded", "compile"])
 def test_what_is_frozen_before_a_door_keeps_its_hooks(pool2: RankPool, door: str, stage: int) -> None:
-    for error, left, same in pool2.run(frozen_beside, door, stage):
-        assert error < 1e-6 and left == 0 and same
+    assert max(pool2.run(frozen_beside, door, stage)) < 1e-6
 
 
 def broken_install(door: str, stage: int) -> tuple[str, float]:
     """An error while hooks are installed, in the middle of them; what it says, and the error of training after it."""
-    engine, plain = engine_of(stage, "device"), Plain()
+    engine, plain = engine_of(stage), Plain()
     hooks, forwards = engine._parts.hooks, {m: vars(m).get("forward") for m in engine.module.modules()}
     both(engine, plain, 0)
     seen = [(h.id, [*h.hooks_dict_ref()]) for h in [*hooks.forward_handles, *hooks.backward_handles]]
@@ -361,9 +332,9 @@ def unfrozen(stage: int, grouped: bool) -> tuple[str, list[str]]:  # noqa: FBT00
     config = make_config(stage, zero=ZERO, optimizer=None)
     with logged(logging.WARNING) as lines:
         engine = start(model, config | {"zero_allow_untested_optimizer": True}, optimizer=optimizer)
-        step(engine, 0)
+        train_step(engine, CASE, 0)
         model.get_parameter(name).requires_grad_(True)
-        said = outcome(lambda: step(engine, 1))
+        said = outcome(lambda: train_step(engine, CASE, 1))
     engine.destroy()
     return said, [line for line in lines if name in line]
 
@@ -408,9 +379,9 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
 
 def refused(what: str, stage: int) -> str:
     engine = engine_of(stage)
-    step(engine, 0)
+    train_step(engine, CASE, 0)
     REFUSED[what][0](engine.module)
-    said = outcome(lambda: step(engine, 1))
+    said = outcome(lambda: train_step(engine, CASE, 1))
     engine.destroy()
     return said
 
@@ -444,19 +415,10 @@ def test_an_engine_keeps_its_module_and_says_how_to_compile_it(pool2: RankPool, 
 def kept_going(stage: int) -> tuple[float, list[str]]:
     """Modules that are wrapped, dropped or added frozen leave the training as it is."""
     engine, plain = engine_of(stage), Plain()
-
-    class Wrapped(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x)
-
     with logged(logging.WARNING) as lines:
         for number in range(4):
             if number == 2:
-                engine.module.layers[0].up = Wrapped(engine.module.layers[0].up)
+                engine.module.layers[0].up = nn.Sequential(OrderedDict(inner=engine.module.layers[0].up))
                 engine.module.extra = nn.Linear(2, 2).requires_grad_(False)
             both(engine, plain, number)
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
@@ -475,11 +437,11 @@ def test_wrapped_modules_and_frozen_ones_that_are_added_leave_training_as_it_is(
 
 def dropped() -> list[str]:
     engine = engine_of(3)
-    step(engine, 0)
+    train_step(engine, CASE, 0)
     with logged(logging.WARNING) as lines:
         engine.module.layers[1].norm = nn.Identity()
-        step(engine, 1)
-        step(engine, 2)
+        train_step(engine, CASE, 1)
+        train_step(engine, CASE, 2)
     engine.destroy()
     return [line for line in lines if "no longer in the model" in line]
 
@@ -531,40 +493,38 @@ def test_averaged_copies_run_alone_and_in_place_of_the_weights(pool2: RankPool, 
         assert alone < 1e-6 and swapped < 1e-6 and error < 1e-6
 
 
-def looks(stage: int, place: str) -> list[str]:
-    engine = engine_of(stage, place, bf16={"enabled": True})
+def looks(stage: int, place: str) -> None:
+    engine = engine_of(stage, place, **HALF)
     for number in range(3):
-        step(engine, number)
+        train_step(engine, CASE, number)
     engine.eval()
     with torch.no_grad():
         CASE.seeded_loss(engine, MicroBatch(9, 0, 0, 1))
     versions = engine._parts.hooks._tree._versions
-    changed = [u.name for u, before in versions.items() if [p._version for p in u.params] != before]
-    assert versions
+    assert versions and all([p._version for p in u.params] == before for u, before in versions.items())
     engine.destroy()
-    return changed
 
 
 @pytest.mark.parametrize(("stage", "place"), [(0, "device"), (1, "device"), (2, "host"), (3, "device")])
 def test_training_alone_makes_no_step_look_for_edits(pool2: RankPool, stage: int, place: str) -> None:
-    assert pool2.run(looks, stage, place) == [[], []]
+    pool2.run(looks, stage, place)
 
 
 def loaded_under_delay(stage: int) -> list[str]:
     """What the steps after a load say, after an edit, and after the load that its refusal names."""
     delayed = {"offload_optimizer": {"device": "cpu", "delayed_update": True}}
-    engine = start(CASE.build().train(), make_config(stage, zero=ZERO | delayed, bf16={"enabled": True}))
+    engine = start(CASE.build().train(), make_config(stage, zero=ZERO | delayed, **HALF))
     state = {n: torch.full_like(v, 0.01) for n, v in CASE.build().state_dict().items()}
 
     def load() -> None:
         engine.load_module_state_dict(state)
-        step(engine, 2)
+        train_step(engine, CASE, 2)
 
-    step(engine, 0)
+    train_step(engine, CASE, 0)
     said = [outcome(load)]
     with torch.no_grad():
         engine.module.head.bias.fill_(0.25)
-    said += [outcome(lambda: step(engine, 1)), outcome(load)]
+    said += [outcome(lambda: train_step(engine, CASE, 1)), outcome(load)]
     engine.destroy()
     return said
 

@@ -2,7 +2,7 @@
 beside the others.
 """
 
-import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed.engine import initialize
+from deepspeed.tools.verify.reference import gate_optimizer
 from deepspeed.zero.build import build
 from deepspeed.zero.partition import UnitFacts
 from tests.harness.pool import RankPool
-from tests.harness.training import full_parameters, make_config, start
+from tests.harness.training import STAGES, make_config, parameter_error, start
 
 
 def _model() -> nn.Module:
@@ -25,23 +26,16 @@ def _train(stage: int) -> tuple[float, float]:
     """The middle layer's gradients are summed over the ranks, those of the others averaged."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = make_config(stage, gradient_clipping=0.5, zero={"param_persistence_threshold": 0})
-    usual = initialize.build
 
     def with_facts(model: nn.Module, plan: object, facts: UnitFacts, **others: object) -> object:
         special = UnitFacts(facts.mesh, divisor=1.0, early=4.0)  # divided early, and made good after the reduction
         others["facts_of"] = lambda name, _: special if name.startswith("2.") else facts
         return build(model, plan, facts, **others)
 
-    initialize.build = functools.partial(with_facts)
-    try:
+    with mock.patch.object(initialize, "build", with_facts):
         engine = start(_model(), config)
-    finally:
-        initialize.build = usual
     plain = _model()
-    optimizer = torch.optim.AdamW(
-        plain.parameters(), **{k: v for k, v in config["optimizer"]["params"].items() if k != "torch_adam"}
-    )
-    wrong = norms = 0.0
+    optimizer, norms = gate_optimizer(plain), 0.0
     for step in range(3):
         batches = [torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(world)]
         engine.backward(engine(batches[rank]).square().mean())
@@ -54,15 +48,14 @@ def _train(stage: int) -> tuple[float, float]:
         norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
         norms = max(norms, abs(engine.get_global_grad_norm() - norm) / norm)
         optimizer.step()
-    for name, value in full_parameters(engine.module).items():
-        wrong = max(wrong, float((value - dict(plain.named_parameters())[name].detach()).abs().max()))
+    wrong, _ = parameter_error(engine.module, {name: param.detach() for name, param in plain.named_parameters()})
     mixed = [u.name for u in engine.runtime.units if len({s.name.startswith("2.") for s in u.layout.segments}) > 1]
     assert not mixed
     engine.destroy()
     return wrong, norms
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_units_with_another_divisor(pool2: RankPool, stage: int) -> None:
     for wrong, norm in pool2.run(_train, stage):
         assert wrong < 1e-6 and norm < 1e-6

@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import deepspeed
-from deepspeed.tools.verify.grads import full_parameters, scaled_error
+from deepspeed.tools.verify.grads import full_parameters
 from deepspeed.zero.update import apply
 from tests.harness.pool import RankPool
-from tests.harness.training import make_config, outcome, start
+from tests.harness.training import make_config, outcome, parameter_error, start
 
 pytestmark = pytest.mark.timeout(90)
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
@@ -67,7 +66,20 @@ def plain(kind: str) -> dict[str, Tensor]:
             (loss_of(model, step, rank) / world).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return dict(model.named_parameters())
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def error_at_end(engine: Any, kind: str = "AdamW") -> float:
+    """The largest error after all updates. Ends the engine."""
+    error, _ = parameter_error(engine.module, plain(kind))
+    engine.destroy()
+    return error
+
+
+def update(engine: Any, number: int) -> None:
+    freeze(engine.module, number)
+    engine.backward(loss_of(engine, number, dist.get_rank()))
+    engine.step()
 
 
 def train(zero: dict[str, Any], folder: str, kind: str, then: dict[str, Any] | None) -> float:
@@ -90,12 +102,8 @@ def train(zero: dict[str, Any], folder: str, kind: str, then: dict[str, Any] | N
             engine.destroy()
             engine = engine_of(then)
             engine.load_checkpoint(folder, tag="half")
-        freeze(engine.module, step)
-        engine.backward(loss_of(engine, step, dist.get_rank()))
-        engine.step()
-    whole, expected = full_parameters(engine.module), plain(kind)
-    engine.destroy()
-    return max(scaled_error(value, expected[name].detach()) for name, value in whole.items())
+        update(engine, step)
+    return error_at_end(engine, kind)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -114,29 +122,18 @@ def rewound(zero: dict[str, Any]) -> tuple[float, str]:
     """The error of an engine that was given the optimizer's state of another one half way, as a dict; and what is said
     of steps behind ``state.clear()``.
     """
-    engines = [start(build(), make_config(zero["stage"], zero=zero, optimizer=ADAM)) for _ in range(2)]
-
-    def step(engine: Any, number: int) -> None:
-        freeze(engine.module, number)
-        engine.backward(loss_of(engine, number, dist.get_rank()))
-        engine.step()
-
+    first, second = (start(build(), make_config(zero["stage"], zero=zero, optimizer=ADAM)) for _ in range(2))
     for number in range(4):
-        step(engines[0], number)
-    with deepspeed.zero.GatheredParameters([p for e in engines for p in e.module.parameters()], modifier_rank=0):
-        for theirs, ours in zip(engines[1].module.parameters(), engines[0].module.parameters(), strict=True):
-            theirs.data.copy_(ours.data)
-    step(engines[1], 1)  # whatever it has counted itself is replaced
-    engines[1].optimizer.load_state_dict(copy.deepcopy(engines[0].optimizer.state_dict()))
+        update(first, number)
+    second.load_module_state_dict(full_parameters(first.module))
+    update(second, 1)  # whatever it has counted itself is replaced
+    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
     for number in range(4, STEPS):
-        step(engines[1], number)
-    whole, expected = full_parameters(engines[1].module), plain("AdamW")
-    error = max(scaled_error(value, expected[name].detach()) for name, value in whole.items())
-    engines[0].optimizer.state.clear()
-    said = outcome(lambda: [step(engines[0], number) for number in range(4, 7)])
-    for engine in engines:
-        engine.destroy()
-    return error, said
+        update(second, number)
+    first.optimizer.state.clear()
+    said = outcome(lambda: [update(first, number) for number in range(4, 7)])
+    first.destroy()
+    return error_at_end(second), said
 
 
 @pytest.mark.parametrize("place", ["stage 1", "stage 3"])

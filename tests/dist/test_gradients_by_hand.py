@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from deepspeed.tools.verify.grads import full_parameters, scaled_error
+from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.tools.verify.models import Case, MicroBatch
 from deepspeed.tools.verify.reference import gate_optimizer, trainable
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
@@ -20,11 +20,21 @@ from tests.harness.cases import case_named
 from tests.harness.lockstep import TOLERANCE
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
-from tests.harness.training import STAGES, here, make_config, outcome, start
+from tests.harness.training import STAGES, here, make_config, outcome, parameter_error, start
 
 pytestmark = pytest.mark.timeout(60)
 SHARDED = (1, 2, 3)
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+PREDIVIDED = {"prescale_gradients": False, "gradient_predivide_factor": 1.5}
+PRECISIONS = pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [
+        ({}, 1e-6),
+        (PREDIVIDED, 1e-6),
+        ({"bf16": {"enabled": True}}, 2e-2),
+        ({"fp16": {"enabled": True, "initial_scale_power": 4}}, 2e-3),
+    ],
+    ids=["fp32", "predivided", "bf16", "fp16"],
+)
 
 
 class Pair:
@@ -56,43 +66,42 @@ class Pair:
         """Ours and the plain ones."""
         return list(zip(trainable(self.engine.module).values(), trainable(self.plain).values(), strict=True))
 
-    def error(self) -> float:
-        """After a step of both: the largest difference of any parameter or the norm. Ends the engine. Collective."""
+    def fill(self) -> None:
+        """Give plain parameters without a gradient one of zeros, as the engine does."""
         for _, param in self.params():
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+
+    def update(self) -> float:
+        """A step of both; the largest difference of any parameter or the norm. Collective."""
+        self.fill()
         norm = torch.nn.utils.get_total_norm([p.grad for _, p in self.params() if p.grad is not None])
         self.engine.step()
         self.optimizer.step()
-        found = scaled_error(torch.tensor(self.engine.get_global_grad_norm()), norm)
-        expected = dict(self.plain.named_parameters())
-        for name, value in full_parameters(self.engine.module).items():
-            found = max(found, scaled_error(value, expected[name].detach()))
-        left = [p for p in self.engine.module.parameters() if p.grad is not None]
+        self.optimizer.zero_grad()
+        assert all(p.grad is None for p in self.engine.module.parameters()), "a gradient was left behind the step"
+        expected = {name: param.detach() for name, param in self.plain.named_parameters()}
+        error, _ = parameter_error(self.engine.module, expected)
+        return max(error, scaled_error(torch.tensor(self.engine.get_global_grad_norm()), norm))
+
+    def finish(self) -> float:
+        """The same for the last time. Ends the engine."""
+        error = self.update()
         self.engine.destroy()
-        assert not left, "a gradient was left behind the step"
-        return found
+        return error
 
 
 # -- writing -------------------------------------------------------------------------------------------------------
 
 
 def one_rank_now_and_then(stage: int) -> float:
-    pair = Pair(stage)
-    error = 0.0
+    pair, error = Pair(stage), 0.0
     for step in range(8):
         pair.back(micro=step)
-        for ours, plain in pair.params():
-            plain.grad = torch.zeros_like(plain) if plain.grad is None else plain.grad
-            if step % 3 == 0:
-                ours.grad = torch.ones(ours.shape) if dist.get_rank() == 0 else None
-                plain.grad += 0.5
-        pair.engine.step()
-        pair.optimizer.step()
-        pair.optimizer.zero_grad()
-        expected = dict(pair.plain.named_parameters())
-        error = max(
-            error, *(scaled_error(v, expected[n].detach()) for n, v in full_parameters(pair.engine.module).items())
-        )
+        pair.fill()
+        for ours, plain in pair.params() if step % 3 == 0 else ():
+            ours.grad = torch.ones(ours.shape) if dist.get_rank() == 0 else None
+            plain.grad += 0.5
+        error = max(error, pair.update())
     pair.engine.destroy()
     return error
 
@@ -105,24 +114,17 @@ def test_one_rank_may_write_alone(pool2: RankPool, stage: int) -> None:
 
 def first_by_hand_later(stage: int, accumulation: int) -> float:
     """After some ordinary updates every rank writes gradients by hand, for the first time, before two steps."""
-    pair = Pair(stage, gradient_accumulation_steps=accumulation)
-    error = 0.0
+    pair, error = Pair(stage, gradient_accumulation_steps=accumulation), 0.0
     for step in range(9):
         for micro in range(accumulation):
+            if micro:
+                pair.engine.step()
             pair.back(micro=step * accumulation + micro, factor=1.0 / accumulation)
-            if step in (5, 7) and micro == accumulation - 1:
-                for ours, plain in pair.params():
-                    shown = 0.0 if ours.grad is None else ours.grad
-                    ours.grad = torch.full(ours.shape, 0.5) + shown
-                    plain.grad = 0.5 + (torch.zeros_like(plain) if plain.grad is None else plain.grad)
-            pair.engine.step()
-        for _, plain in pair.params():
-            plain.grad = torch.zeros_like(plain) if plain.grad is None else plain.grad
-        pair.optimizer.step()
-        pair.optimizer.zero_grad()
-        expected = dict(pair.plain.named_parameters())
-        weights = full_parameters(pair.engine.module)
-        error = max(error, *(scaled_error(v, expected[n].detach()) for n, v in weights.items()))
+        pair.fill()
+        for ours, plain in pair.params() if step in (5, 7) else ():
+            ours.grad = torch.full(ours.shape, 0.5) + (0.0 if ours.grad is None else ours.grad)
+            plain.grad += 0.5
+        error = max(error, pair.update())
     pair.engine.destroy()
     return error
 
@@ -150,9 +152,10 @@ def without_backward(stage: int, *, plainly: bool) -> tuple[float, str]:
         ours.grad = grad
         if plainly:
             plain.grad = grad.clone()
-    return pair.error(), empty
+    return pair.finish(), empty
 
 
+@pytest.mark.in_make_test("0-True", "1-False", "2-True", "3-False")
 @pytest.mark.parametrize("plainly", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 def test_written_gradients_alone_make_a_step(pool2: RankPool, stage: int, plainly: bool) -> None:  # noqa: FBT001
@@ -174,7 +177,7 @@ def plain_window(stage: int) -> float:
             plain.grad = torch.full(plain.shape, (micro + 1.0) / 4) + (0 if plain.grad is None else plain.grad)
         if micro < 3:
             pair.engine.step()
-    return pair.error()
+    return pair.finish()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -183,7 +186,7 @@ def test_written_gradients_are_divided_like_those_of_autograd(pool2: RankPool, s
 
 
 def saved(stage: int, folder: str) -> float:
-    changes: dict[str, Any] = {} if stage else {"prescale_gradients": False, "gradient_predivide_factor": 1.5}
+    changes: dict[str, Any] = {} if stage else PREDIVIDED
     pair = Pair(stage, **changes)
     pair.back()
     for params in pair.params():
@@ -194,7 +197,7 @@ def saved(stage: int, folder: str) -> float:
     pair.engine.destroy()
     pair.engine = Pair(stage, **changes).engine
     pair.engine.load_checkpoint(folder, tag="t")
-    return pair.error()
+    return pair.finish()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -226,16 +229,7 @@ def shown(changes: dict[str, Any]) -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize(
-    ("changes", "tolerance"),
-    [
-        ({}, 1e-6),
-        ({"prescale_gradients": False, "gradient_predivide_factor": 1.5}, 1e-6),
-        ({"bf16": {"enabled": True}}, 2e-2),
-        (FP16, 2e-3),
-    ],
-    ids=["fp32", "predivided", "bf16", "fp16"],
-)
+@PRECISIONS
 def test_stage_0_shows_the_reduced_gradient(pool2: RankPool, changes: dict[str, Any], tolerance: float) -> None:
     """A view of it, in the accumulation dtype, from the last backward of the window to the step."""
     assert max(max(errors) for errors in pool2.run(shown, changes)) <= tolerance
@@ -243,7 +237,7 @@ def test_stage_0_shows_the_reduced_gradient(pool2: RankPool, changes: dict[str, 
 
 def written_beside_a_shown_sum() -> float:
     """Into parameters that no backward has reached, of a unit whose other gradients are shown."""
-    pair = Pair(0, prescale_gradients=False, gradient_predivide_factor=1.5)
+    pair = Pair(0, **PREDIVIDED)
     with pair.engine.no_sync():
         pair.back()
     assert any(ours.grad is not None for ours, _ in pair.params())
@@ -251,7 +245,7 @@ def written_beside_a_shown_sum() -> float:
         if ours.grad is None:
             ours.grad, plain.grad = torch.full(ours.shape, dist.get_rank() + 1.0), torch.full(plain.shape, 1.5)
     pair.engine.allreduce_gradients()
-    return pair.error()
+    return pair.finish()
 
 
 def test_what_is_written_beside_a_shown_sum_counts(pool2: RankPool) -> None:
@@ -294,19 +288,10 @@ def shown_without_sync(changes: dict[str, Any]) -> tuple[list[float], float]:
         zeros = torch.zeros_like(plain)
         found, expected = (zeros if each.grad is None else each.grad.float() for each in (ours, plain))
         errors.append(scaled_error(found / scale, expected))
-    return errors, pair.error()
+    return errors, pair.finish()
 
 
-@pytest.mark.parametrize(
-    ("changes", "tolerance"),
-    [
-        ({}, 1e-6),
-        ({"prescale_gradients": False, "gradient_predivide_factor": 1.5}, 1e-6),
-        ({"bf16": {"enabled": True}}, 2e-2),
-        (FP16, 2e-3),
-    ],
-    ids=["fp32", "predivided", "bf16", "fp16"],
-)
+@PRECISIONS
 def test_no_sync_shows_the_sum_of_this_rank(pool2: RankPool, changes: dict[str, Any], tolerance: float) -> None:
     """Unreduced, after each of several contexts; the backward outside adds to it, and all of it is reduced once."""
     for errors, error in pool2.run(shown_without_sync, changes):
@@ -350,15 +335,13 @@ def edited(way: str, changes: dict[str, Any], *, synced: bool) -> float:
         safe_set_full_grad(ours, torch.full(ours.shape, 3.0))
         assert float(ours.grad.flatten()[0]) == pytest.approx(3.0)  # type: ignore[union-attr]
         plain.grad = torch.full(plain.shape, 3.0)
-    return pair.error()
+    return pair.finish()
 
 
 BOTH = ("scale", "replace", "none", "zero", "again", "regulariser")
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"prescale_gradients": False, "gradient_predivide_factor": 1.5}], ids=["mean", "predivided"]
-)
+@pytest.mark.parametrize("changes", [{}, PREDIVIDED], ids=["mean", "predivided"])
 @pytest.mark.parametrize(
     ("way", "synced"),
     [*((way, True) for way in (*BOTH, "clip", "add", "set")), *((way, False) for way in (*BOTH, "reduced"))],
@@ -438,8 +421,7 @@ def split_backward(stage: int, window: int) -> float:
                 (plain(batch(MicroBatch(step, micro, rank, world))).square().mean() / world / window).backward()
         optimizer.step()
         optimizer.zero_grad()
-    expected = dict(plain.named_parameters())
-    error = max(scaled_error(value, expected[name].detach()) for name, value in full_parameters(engine.module).items())
+    error, _ = parameter_error(engine.module, {name: param.detach() for name, param in plain.named_parameters()})
     engine.destroy()
     return error
 

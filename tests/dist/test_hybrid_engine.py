@@ -107,9 +107,9 @@ def take_over(model: nn.Module, weights: dict[str, Tensor]) -> None:
         param.copy_(weights[name])
 
 
-def trained(stage: int, options: dict[str, Any], generates: bool, kind: type[nn.Module]) -> tuple[Any, list[str]]:
-    """Weights after three steps; what of the generations between them is not plain torch's."""
-    rank, wrong = dist.get_rank(), list[str]()
+def trained(stage: int, options: dict[str, Any], generates: bool, kind: type[nn.Module]) -> dict[str, Tensor]:
+    """Weights after three steps, with generations between them that are to be plain torch's."""
+    rank = dist.get_rank()
     engine = start(speaker(kind), config(stage, **copy.deepcopy(options)))
     assert isinstance(engine, DeepSpeedHybridEngine) and isinstance(engine, deepspeed.DeepSpeedEngine)
     for step in range(3):
@@ -125,25 +125,26 @@ def trained(stage: int, options: dict[str, Any], generates: bool, kind: type[nn.
             with torch.no_grad():
                 expected = plain.generate(prompt(rank, turn), max_new_tokens=new)
             tokens = (engine if turn else engine.module).generate(prompt(rank, turn), max_new_tokens=new)
-            wrong += [] if torch.equal(tokens, expected) else [f"step {step}: {tokens} for {expected}"]
-            wrong += [f"at rest after {turn}: {left}" for left in not_at_rest(engine)]
-        whole = options.get("zero") == ZERO and dist.get_world_size() > 1 and live_bytes(engine.module)
-        wrong += ["weights are left whole"] if whole else []
+            assert torch.equal(tokens, expected), f"step {step}: {tokens} for {expected}"
+            assert not_at_rest(engine) == [], turn
+        if options.get("zero") == ZERO and dist.get_world_size() > 1:
+            assert not live_bytes(engine.module), "weights are left whole"
         engine.train()
     weights = full_parameters(engine.module)
     own = type(engine.module).generate
     engine.destroy()
-    wrong += [] if engine.module.generate.__func__ is own else ["the module has not its own generate again"]
-    return weights, wrong
+    assert engine.module.generate.__func__ is own, "the module has not its own generate again"
+    return weights
 
 
-def like_plain_torch(stage: int, options: dict[str, Any], kind: type[nn.Module] = Speaker) -> tuple[list[str], bool]:
-    silent, _ = trained(stage, options, False, kind)
-    weights, wrong = trained(stage, options, True, kind)
-    return wrong, equal(silent, weights)
+def like_plain_torch(stage: int, options: dict[str, Any], kind: type[nn.Module] = Speaker) -> None:
+    """Generations are plain torch's, and training goes on bit for bit as without them."""
+    silent, weights = (trained(stage, options, generates, kind) for generates in (False, True))
+    assert equal(silent, weights)
 
 
-ZERO = {"param_persistence_threshold": 0}
+ZERO: dict[str, Any] = {"param_persistence_threshold": 0}
+ON_HOST = {**ZERO, "offload_param": {"device": "cpu"}}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "0": (0, {}),
     "2, bf16": (2, {"changes": {"bf16": {"enabled": True}}}),
@@ -152,11 +153,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "3, small ones whole, layer by layer": (3, {"pin_parameters": False, "changes": {"bf16": {"enabled": True}}}),
     "1": (1, {"release_inference_cache": True}),
     "3, fp16": (3, {"changes": {"fp16": {"enabled": True, "initial_scale_power": 4}}, "tp_gather_partition_size": 2}),
-    "3, on the host": (3, {"zero": {**ZERO, "offload_param": {"device": "cpu"}}}),
-    "3, on the host, layer by layer": (
-        3,
-        {"zero": {**ZERO, "offload_param": {"device": "cpu"}}, "pin_parameters": False},
-    ),
+    "3, on the host": (3, {"zero": ON_HOST}),
+    "3, on the host, layer by layer": (3, {"zero": ON_HOST, "pin_parameters": False}),
 }
 
 
@@ -166,16 +164,13 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 def test_it_generates_as_plain_torch_and_trains_as_without(
     request: pytest.FixtureRequest, name: str, world: int
 ) -> None:
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
-    for wrong, same in pool.run(like_plain_torch, *CASES[name]):
-        assert wrong == [] and same
+    request.getfixturevalue(f"pool{world}").run(like_plain_torch, *CASES[name])
 
 
 @pytest.mark.in_make_test("False")
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_model_that_leaves_generation_to_a_part(pool2: RankPool, pinned: bool) -> None:
-    for wrong, same in pool2.run(like_plain_torch, 3, {"zero": ZERO, "pin_parameters": pinned}, Around):
-        assert wrong == [] and same
+    pool2.run(like_plain_torch, 3, {"zero": ZERO, "pin_parameters": pinned}, Around)
 
 
 def gathers_of(size: int) -> tuple[int, int]:
@@ -193,50 +188,41 @@ def test_so_many_layers_are_gathered_by_one_message(pool2: RankPool) -> None:
         assert gathers == same and all_ < one
 
 
-def an_error_on_one_rank(stage: int, pinned: bool) -> tuple[str, bool, list[str]]:
-    """What each rank raises; is the training after it as if nothing had been."""
-    weights, said, restless = [], "", list[str]()
+def errors_on_one_rank(stage: int, pinned: bool) -> list[str]:
+    """What each rank raises where rank 1 fails in a forward, gives a length that is no number, and gives a word that
+    ``generate`` does not know; the training after it is as if nothing had been.
+    """
+    odd, weights, said = dist.get_rank() == 1, [], list[str]()
     for fails in (False, True):
         engine = start(speaker(), config(stage, zero=ZERO, pin_parameters=pinned))
+
+        def call(engine: Any = engine, **words: Any) -> None:
+            said.append(outcome(lambda: engine.generate(prompt(0), **words)))
+            assert not_at_rest(engine) == []
+
         for step in range(2):
             train(engine, step)
             if fails:
-                engine.module.fails_after = 2 if dist.get_rank() == 1 else -1
-                said = outcome(lambda engine=engine: engine.generate(prompt(0), max_new_tokens=6))
-                restless += not_at_rest(engine)
+                engine.module.fails_after = 2 if odd else -1
+                call(max_new_tokens=6)
                 engine.module.fails_after = -1
+                call(max_new_tokens="3" if odd else 3)
+                call(**({"twice": 1} if odd else {}))
                 engine.generate(prompt(dist.get_rank()))
         weights.append(full_parameters(engine.module))
         engine.destroy()
-    return said, equal(*weights), restless
+    assert equal(*weights)
+    return said
 
 
 @pytest.mark.parametrize(("stage", "pinned"), [(1, True), (3, True), (3, False)])
 def test_an_error_of_one_rank_is_one_of_all(pool2: RankPool, stage: int, pinned: bool) -> None:
-    other, own = pool2.run(an_error_on_one_rank, stage, pinned)
-    assert RankFailedError.__name__ in other[0] and "rank 1" in other[0] and "no more words" in other[0]
-    assert "ValueError" in own[0] and RankFailedError.__name__ not in own[0]
-    assert other[1:] == own[1:] == (True, [])
-
-
-def odd_arguments(pinned: bool) -> tuple[str, str, list[str]]:
-    """One rank gives a length that is no number, and then a word that ``generate`` does not know."""
-    engine = start(speaker(), config(3, zero=ZERO, pin_parameters=pinned))
-    odd = dist.get_rank() == 1
-    length = outcome(lambda: engine.generate(prompt(0), max_new_tokens="3" if odd else 3))
-    word = outcome(lambda: engine.generate(prompt(0), **({"twice": 1} if odd else {})))
-    train(engine, 0)
-    restless = not_at_rest(engine)
-    engine.destroy()
-    return length, word, restless
-
-
-@pytest.mark.parametrize("pinned", [True, False])
-def test_arguments_that_one_rank_gets_wrong_are_an_error_of_all(pool2: RankPool, pinned: bool) -> None:
-    other, own = pool2.run(odd_arguments, pinned)
-    assert all("TypeError" in said and RankFailedError.__name__ not in said for said in own[:2])
-    assert all(RankFailedError.__name__ in said and "rank 1" in said for said in other[:2])
-    assert other[2] == own[2] == []
+    other, own = pool2.run(errors_on_one_rank, stage, pinned)
+    assert all(RankFailedError.__name__ in said and "rank 1" in said for said in other)
+    assert not any(RankFailedError.__name__ in said for said in own)
+    assert len(own) == 6 and all("no more words" in said for said in (*other[::3], *own[::3]))
+    assert all("ValueError" in said for said in own[::3])
+    assert all("TypeError" in said for said in (*own[1::3], *own[2::3]))
 
 
 class Apart(Speaker):
@@ -249,19 +235,19 @@ class Apart(Speaker):
         return torch.cat([self.generate(row, max_new_tokens, sample) for row in ids.split(1)])
 
 
-def by_itself(pinned: bool) -> tuple[bool, list[str]]:
+def by_itself(pinned: bool) -> None:
     engine = start(speaker(Apart), config(3, zero=ZERO, pin_parameters=pinned))
     ids = prompt(0).repeat(1 + dist.get_rank(), 1)  # other numbers of calls on each rank
     with torch.no_grad():
         expected = speaker(Apart).generate(ids)
-    found = torch.equal(engine.generate(ids), expected), not_at_rest(engine)
+    assert torch.equal(engine.generate(ids), expected)
+    assert not_at_rest(engine) == []
     engine.destroy()
-    return found
 
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_generate_that_calls_itself_does_so_on_each_rank_alone(pool2: RankPool, pinned: bool) -> None:
-    assert pool2.run(by_itself, pinned) == [(True, [])] * 2
+    pool2.run(by_itself, pinned)
 
 
 def too_long() -> list[str]:
@@ -319,8 +305,7 @@ class Adapted(Speaker):
         return super().forward(ids)
 
 
-def adapters(stage: int, mode: str) -> tuple[bool, bool, bool, bool]:
-    """Were the adapters added; are the tokens those of added ones; did any bit change; does it train on alike?"""
+def adapters(stage: int, mode: str) -> None:
     weights = []
     for generates in (False, True):
         engine = start(speaker(Adapted), config(stage, zero=ZERO))
@@ -330,25 +315,25 @@ def adapters(stage: int, mode: str) -> tuple[bool, bool, bool, bool]:
             getattr(engine, mode)()
             engine.module.was_fused.clear()
             tokens = engine.generate(prompt(0))
-            fused, restored = all(engine.module.was_fused), equal(before, full_parameters(engine.module))
+            assert all(engine.module.was_fused) == (mode == "eval")
+            assert equal(before, full_parameters(engine.module)), "a bit has changed"
             plain = speaker(Adapted)
             plain.load_state_dict(before)
             for block in plain.blocks if mode == "eval" else ():
                 block.fuse_lora_weight()
             with torch.no_grad():
-                same = torch.equal(tokens, plain.generate(prompt(0)))
+                assert torch.equal(tokens, plain.generate(prompt(0))), "not the tokens of added ones"
             engine.train()
         train(engine, 1)
         weights.append(full_parameters(engine.module))
         engine.destroy()
-    return fused, same, restored, equal(*weights)
+    assert equal(*weights), "it does not train on alike"
 
 
 @pytest.mark.parametrize("mode", ["eval", "train"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_adapters_are_added_for_a_generation_and_no_bit_changes(pool2: RankPool, stage: int, mode: str) -> None:
-    for found in pool2.run(adapters, stage, mode):
-        assert found == (mode == "eval", True, True, True)
+    pool2.run(adapters, stage, mode)
 
 
 class Once(Fused):
@@ -363,8 +348,8 @@ class Once(Fused):
             super().unfuse_lora_weight()
 
 
-def fused_by_the_client(fails: bool) -> tuple[str, list[bool], bool, bool]:
-    """Layers that a client has fused: what a generation says, are they still, do they compute the same bits?"""
+def fused_by_the_client(fails: bool) -> str:
+    """What a generation says of layers that a client has fused; they are still, and compute the same bits."""
     module = speaker()
     module.blocks = nn.ModuleList(Once(WIDTH) for _ in range(3))
     engine = start(module, config(1))
@@ -374,16 +359,16 @@ def fused_by_the_client(fails: bool) -> tuple[str, list[bool], bool, bool]:
     before, weights = module(prompt(0)), full_parameters(module)
     module.fails_after = 1 if fails else -1
     said = outcome(lambda: engine.generate(prompt(0)))
-    fused, same = [block.is_fused for block in module.blocks], torch.equal(before, module(prompt(0)))
-    equals = equal(weights, full_parameters(module))
+    assert [block.is_fused for block in module.blocks] == [False, True, True]
+    assert torch.equal(before, module(prompt(0))) and equal(weights, full_parameters(module))
     engine.destroy()
-    return said, fused, same, equals
+    return said
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_a_client_has_fused_stays_so_after_a_generation_and_after_its_error(pool2: RankPool, fails: bool) -> None:
-    for said, *found in pool2.run(fused_by_the_client, fails):
-        assert ("no more words" in said) == fails and found == [[False, True, True], True, True]
+    for said in pool2.run(fused_by_the_client, fails):
+        assert ("no more words" in said) == fails
 
 
 def refused(model: str, options: dict[str, Any], zero: dict[str, Any]) -> str:
@@ -409,20 +394,21 @@ def test_what_cannot_generate_is_refused_by_name(
         assert UsageError.__name__ in said or DeepSpeedConfigError.__name__ in said
 
 
-def copies() -> tuple[bool, bool, str]:
-    """A copy of the module generates by itself; generation inside a forward is refused."""
+def copies() -> str:
+    """A copy of the module generates by itself; what is said of a generation inside a forward."""
     engine = start(speaker(), config(2))
     copied = copy.deepcopy(engine.module)
-    alone = isinstance(vars(engine.module)["generate"], object) and copied.generate.__self__ is copied
+    assert "generate" in vars(engine.module) and copied.generate.__self__ is copied
     with CollectiveSpy() as spy:
         copied.generate(prompt(0))
+    assert spy.count() == 0
     inside = list[str]()
     engine.module.blocks[0].register_forward_hook(
         lambda *_: inside.append(outcome(lambda: engine.generate(prompt(0)))) if not inside else None
     )
     engine(prompt(0))
     engine.destroy()
-    return alone, spy.count() == 0, inside[0]
+    return inside[0]
 
 
 def hooks_of_a_client(stage: int) -> list[list[Any]]:
@@ -452,7 +438,7 @@ def test_hooks_of_a_client_see_after_a_generation_what_they_saw_before(pool2: Ra
         assert first == second and third == [*first, first[-1]] and len(first) == 3
 
 
-def wrapped() -> tuple[str, bool]:
+def wrapped() -> str:
     """A client has put its own ``generate`` around the engine's, and goes on with the module after the engine."""
     engine, plain = start(speaker(), config(3, zero=ZERO)), speaker()
     module, routed = engine.module, engine.module.generate
@@ -461,14 +447,13 @@ def wrapped() -> tuple[str, bool]:
     engine.destroy()
     said = outcome(lambda: engine.generate(prompt(0)))
     with torch.no_grad():
-        return said, torch.equal(module.generate(prompt(0)), plain.generate(prompt(0)))
+        assert torch.equal(module.generate(prompt(0)), plain.generate(prompt(0)))
+    return said
 
 
 def test_what_a_client_puts_around_generate_works_after_the_engine(pool2: RankPool) -> None:
-    for said, same in pool2.run(wrapped):
-        assert "this engine was destroyed" in said and same
+    assert all("this engine was destroyed" in said for said in pool2.run(wrapped))
 
 
 def test_a_copy_of_the_module_is_not_the_engines(pool2: RankPool) -> None:
-    for alone, silent, inside in pool2.run(copies):
-        assert alone and silent and "inside a forward or backward" in inside
+    assert all("inside a forward or backward" in said for said in pool2.run(copies))

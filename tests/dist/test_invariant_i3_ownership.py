@@ -5,10 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.config import load_config
-from deepspeed.tools.verify.models import IN_FEATURES, OUT_FEATURES, Case, Stack, case_named, regression_batch, seeded
+from deepspeed.tools.verify.models import IN_FEATURES, OUT_FEATURES, Stack
 from deepspeed.zero.partition import partition
 from deepspeed.zero.plan import make_plan
 from deepspeed.zero.unit import UnitState
+from tests.harness.cases import regression
 from tests.harness.lockstep import TOLERANCE, lockstep
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start
@@ -31,12 +32,11 @@ class Wrapped(nn.Module):
         return self.second(self.bridge(self.first(x * self.scale)))
 
 
-def _case() -> Case:
-    return Case("wrapped", seeded(Wrapped), regression_batch, case_named("plain").loss)
+CASE = regression(Wrapped)
 
 
 def test_invariant_i3_modules_own_what_they_touch_directly() -> None:
-    model = _case().build()
+    model = CASE.build()
     plan = make_plan(load_config(make_config(3, zero=SHARD_ALL), world_size=2), 2)
     parts = partition(model, plan, trainable=list(model.parameters()))
     owned = [name for unit in parts.units for name in unit.names]
@@ -58,9 +58,8 @@ def test_invariant_i3_modules_own_what_they_touch_directly() -> None:
 
 def gathered_when_blocks_run() -> list[list[str]]:
     """For every block: the names of the block units that are gathered while it runs (prefetch off)."""
-    engine = start(
-        _case().build(), make_config(3, zero={**SHARD_ALL, "overlap_comm": False, "prefetch_bucket_size": 0})
-    )
+    config = make_config(3, zero={**SHARD_ALL, "overlap_comm": False, "prefetch_bucket_size": 0})
+    engine = start(CASE.build(), config)
     seen: list[list[str]] = []
 
     def look(*_: object) -> None:
@@ -79,11 +78,10 @@ def test_invariant_i3_one_block_at_a_time(pool2: RankPool) -> None:
     assert pool2.run(gathered_when_blocks_run) == [expected, expected]
 
 
-def parity(stage: int) -> tuple[float, str]:
-    return lockstep(_case(), make_config(stage, zero=SHARD_ALL))
+def parity() -> tuple[float, str]:
+    return lockstep(CASE, make_config(3, zero=SHARD_ALL))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_invariant_i3_nested_towers_match_plain_training(pool2: RankPool, stage: int) -> None:
-    for error, worst in pool2.run(parity, stage):
+def test_invariant_i3_nested_towers_match_plain_training(pool2: RankPool) -> None:
+    for error, worst in pool2.run(parity):
         assert error <= TOLERANCE, worst

@@ -5,14 +5,15 @@ import torch
 from torch import Tensor
 
 from deepspeed.tools.verify.grads import full_parameters
-from deepspeed.tools.verify.models import Case, MicroBatch, Stack, case_named, regression_batch, seeded
+from deepspeed.tools.verify.models import Case, MicroBatch, Stack
 from deepspeed.zero.unit import UnitState
+from tests.harness.cases import regression
 from tests.harness.lockstep import equal
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, start
 
 pytestmark = pytest.mark.timeout(60)
-STEPS = 10
+STEPS = 7
 PREFETCH = {"param_persistence_threshold": 0, "overlap_comm": True, "prefetch_bucket_size": 10_000}
 NO_PREFETCH = {"param_persistence_threshold": 0, "overlap_comm": False, "prefetch_bucket_size": 0}
 
@@ -36,8 +37,7 @@ def _ordered_loss(model: torch.nn.Module, batch: tuple[Tensor, Tensor], place: M
 
 
 def _case(scenario: str) -> Case:
-    loss = _ordered_loss if scenario == "order" else case_named("plain").loss
-    return Case(scenario, seeded(Reordered), regression_batch, loss)
+    return regression(Reordered, **({"loss": _ordered_loss} if scenario == "order" else {}))
 
 
 def _disturb(scenario: str, engine: object, case: Case, step: int) -> None:

@@ -40,6 +40,7 @@ def three_interleaved(stages: tuple[int, int, int]) -> list[tuple[float, str]]:
     return [pair.finish() for pair in pairs]
 
 
+@pytest.mark.in_make_test("(3, 3, 3)", "(1, 3, 2)")
 @pytest.mark.parametrize("stages", [(3, 3, 3), (3, 2, 0), (1, 3, 2)], ids=str)
 def test_invariant_i9_three_engines_interleaved(pool2: RankPool, stages: tuple[int, int, int]) -> None:
     for results in pool2.run(three_interleaved, stages):
@@ -85,8 +86,7 @@ def test_invariant_i9_engines_do_not_know_of_each_other(pool2: RankPool) -> None
 
 def an_error_in_one() -> bool:
     """An error in one engine, or its end, leaves the other's iteration alone."""
-    case = case_named("plain")
-    expected = _alone(make_config(3))
+    case, expected = case_named("plain"), _alone(make_config(3))
     good, bad = start(case.build(), make_config(3)), start(case.build(), make_config(3))
     for step in range(3):
         loss = case.seeded_loss(good, here(step))[0]
@@ -107,6 +107,7 @@ def test_invariant_i9_an_error_stays_in_its_engine(pool2: RankPool) -> None:
     assert pool2.run(an_error_in_one) == [True, True]
 
 
+STATEFUL = ("dict", "list", "set", "count", "defaultdict", "threading.local", "ContextVar", "iter")
 # Names whose value may change at run time although they live in a module, each with its reason.
 ALLOWED = {
     "client/zero/init.py:_numbers": "a source of unique numbers",
@@ -129,16 +130,6 @@ def test_invariant_i9_no_module_level_mutable_state_in_the_core() -> None:
             name = next((t.id for t in targets if isinstance(t, ast.Name)), "")
             empty = isinstance(node.value, (ast.List, ast.Dict, ast.Set)) and not ast.unparse(node.value).strip("[]{}")
             called = ast.unparse(node.value.func) if isinstance(node.value, ast.Call) else ""
-            stateful = called in (
-                "dict",
-                "list",
-                "set",
-                "count",
-                "defaultdict",
-                "threading.local",
-                "ContextVar",
-                "iter",
-            )
-            if (empty or stateful) and f"{where}:{name}" not in ALLOWED:
+            if (empty or called in STATEFUL) and f"{where}:{name}" not in ALLOWED:
                 found.append(f"{where}: {name} = {ast.unparse(node.value)}")
     assert found == []

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -13,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 import deepspeed
 from deepspeed.errors import ReleasedParameterError, UsageError
@@ -118,84 +118,63 @@ def _from_rank_0(model: nn.Module) -> nn.Module:
     return model
 
 
-def equals_a_plain_model(name: str, stage: int) -> tuple[list[str], float, str]:
+def equals_a_plain_model(name: str, stage: int) -> tuple[float, str]:
     """Names, values and training of the model under Init against the same constructor run plainly."""
     plain = _from_rank_0(_seeded(name))
     with deepspeed.zero.Init(config_dict_or_path=make_config(stage, zero=ZERO)):
         model = _seeded(name)
-    wrong = []
     expected = dict(plain.named_parameters(remove_duplicate=False))
     for key, param in model.named_parameters(remove_duplicate=False):
-        if param.shape != expected[key].shape or param.dtype != expected[key].dtype:
-            wrong.append(f"{key}: {param.shape} {param.dtype}")
-    if list(model.state_dict()) != list(plain.state_dict()):
-        wrong.append("state_dict keys")
+        assert (param.shape, param.dtype) == (expected[key].shape, expected[key].dtype), key
+    assert list(model.state_dict()) == list(plain.state_dict())
     for key, value in full_parameters(model).items():
-        if not torch.equal(value, expected[key]):
-            wrong.append(f"{key}: values differ by {float((value - expected[key]).abs().max())}")
-    if live_bytes(model):
-        wrong.append(f"{live_bytes(model)} bytes of parameters are whole after construction")
-    wrong += [f"buffer {key}" for key, value in model.named_buffers() if not torch.equal(value, plain.get_buffer(key))]
+        assert torch.equal(value, expected[key]), f"{key}: {value} for {expected[key]}"
+    assert not live_bytes(model), "parameters are whole after construction"
+    assert equal(dict(model.named_buffers()), dict(plain.named_buffers()))
     case = Case(name, lambda: model, token_batch, cross_entropy)
     pair = Lockstep(case, make_config(stage, zero=ZERO), model=model, plain=plain)
     for step in range(2):
         pair.step(step)
-    return wrong, *pair.finish()
+    return pair.finish()
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_built_sharded_equals_one_built_plainly(pool2: RankPool, name: str, stage: int) -> None:
-    for wrong, error, worst in pool2.run(equals_a_plain_model, name, stage):
-        assert wrong == []
+    for error, worst in pool2.run(equals_a_plain_model, name, stage):
         assert error <= TOLERANCE, worst
 
 
 def test_on_three_ranks(pool3: RankPool) -> None:
-    for wrong, error, worst in pool3.run(equals_a_plain_model, "rich", 3):
-        assert wrong == []
+    for error, worst in pool3.run(equals_a_plain_model, "rich", 3):
         assert error <= TOLERANCE, worst
 
 
-def sixteen_bits(block: str, explicit: bool) -> list[str]:
+def sixteen_bits(block: str, explicit: bool) -> None:
     config = make_config(3, zero=ZERO, **{block: {"enabled": True}})
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[block]
     plain = _from_rank_0(_seeded("rich"))
     with deepspeed.zero.Init(dtype=dtype) if explicit else deepspeed.zero.Init(config_dict_or_path=config):
-        inside = (
-            torch.zeros(1).dtype,
-            torch.arange(3).dtype,
-            torch.arange(3.0).dtype,
-            torch.ones(2, dtype=torch.float64).dtype,
-        )
+        made = (torch.zeros(1), torch.arange(3), torch.arange(3.0), torch.ones(2, dtype=torch.float64))
         model = _seeded("rich")
     # What becomes a buffer keeps its dtype; what becomes a parameter is rounded when it is cut.
-    wrong = (
-        []
-        if inside == (torch.float32, torch.int64, torch.float32, torch.float64)
-        else [f"constructors inside: {inside}"]
-    )
-    wrong += [f"{key}: {p.dtype}" for key, p in model.named_parameters() if p.dtype is not dtype and key != "counts"]
-    wrong += (
-        []
-        if model.counts.dtype is torch.int64 and model.positions.dtype is torch.int64
-        else ["integers lost their dtype"]
-    )
+    assert [t.dtype for t in made] == [torch.float32, torch.int64, torch.float32, torch.float64]
+    assert model.counts.dtype is model.positions.dtype is torch.int64, "integers lost their dtype"
+    assert all(p.dtype is dtype for key, p in model.named_parameters() if key != "counts")
     expected = dict(plain.named_parameters())
     deterministic = ("gain", "scalar", "layers.0.norm.weight", "layers.1.norm.bias", "counts")
     found = full_parameters(model)
-    wrong += [key for key in deterministic if not torch.equal(found[key], expected[key].to(found[key].dtype))]
+    assert not [key for key in deterministic if not torch.equal(found[key], expected[key].to(found[key].dtype))]
     engine = start(model, config)
     train_step(engine, case_named("tied"), 0)
-    wrong += [key for key, value in full_parameters(model).items() if not bool(value.isfinite().all())]
+    assert all(bool(value.isfinite().all()) for value in full_parameters(model).values())
     engine.destroy()
-    return wrong
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["from_config", "dtype"])
 @pytest.mark.parametrize("block", ["bf16", "fp16"])
 def test_sixteen_bit_construction(pool2: RankPool, block: str, explicit: bool) -> None:
-    assert pool2.run(sixteen_bits, block, explicit) == [[], []]
+    pool2.run(sixteen_bits, block, explicit)
 
 
 class Wide(nn.Module):
@@ -222,29 +201,28 @@ class Wide(nn.Module):
 @contextlib.contextmanager
 def peak_of_live_parameters(peak: list[int]) -> Iterator[None]:
     """Record the largest number of storage bytes alive at any module's attachment or weight initialisation."""
-    normal, add = nn.init.normal_, nn.Module.add_module
     gc.collect()
-    base = _storage_bytes()
+    gc.freeze()  # so that only tensors that are made from here on are looked at
 
     def look(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            peak.append(_storage_bytes() - base)
+            peak.append(_storage_bytes())
             return result
 
         return wrapper
 
-    nn.init.normal_, nn.Module.add_module = look(normal), look(nn.Module.add_module)  # type: ignore[assignment,method-assign]
-    try:
+    with (
+        mock.patch.object(nn.init, "normal_", look(nn.init.normal_)),
+        mock.patch.object(nn.Module, "add_module", look(nn.Module.add_module)),
+    ):
         yield
-    finally:
-        nn.init.normal_, nn.Module.add_module = normal, add  # type: ignore[method-assign]
 
 
 def _storage_bytes() -> int:
+    """Of all tensors since the collector was told to leave the others alone."""
     with torch._C.DisableTorchFunctionSubclass():
         tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and not t.is_meta]
-        tensors = [t for t in tensors if not isinstance(t, FakeTensor)]  # which a compiler keeps, without memory
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
@@ -252,22 +230,17 @@ def _storage_bytes() -> int:
 def memory_of_construction(meta: bool) -> tuple[int, int, int, int]:
     """(peak while constructing, bytes at rest, this rank's share, the whole) in bytes."""
     peak: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deepspeed.zero.Init, "kept_numel", 0)
-        model = _wide(peak, meta)
-    gc.collect()
-    shards = sum(p._ds_unit.shard.untyped_storage().nbytes() for p in model.parameters())
-    whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    return max(peak), live_bytes(model), shards, whole
-
-
-def _wide(peak: list[int], meta: bool) -> Wide:
     with (
+        mock.patch.object(deepspeed.zero.Init, "kept_numel", 0),
         peak_of_live_parameters(peak),
         deepspeed.zero.Init(),
         torch.device("meta") if meta else contextlib.nullcontext(),
     ):
-        return Wide()
+        model = Wide()
+    gc.collect()
+    shards = sum(p._ds_unit.shard.untyped_storage().nbytes() for p in model.parameters())
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    return max(peak), live_bytes(model), shards, whole
 
 
 @pytest.mark.in_make_test("meta")
@@ -282,30 +255,19 @@ def test_the_model_is_never_whole(pool2: RankPool, meta: bool) -> None:
         )
 
 
-def built_on_meta() -> tuple[bool, list[str], float]:
+def built_on_meta() -> float:
     """Meta modules get memory and their own reset_parameters(), and weights loaded into them train."""
     plain = _from_rank_0(case_named("plain").build())
     with deepspeed.zero.Init(), torch.device("meta"):
         model = case_named("plain").build()
-    meta = [name for name, p in model.named_parameters() if p.is_meta or p.device.type != "cpu"]
-    sane = all(bool(v.isfinite().all()) for v in full_parameters(model).values())
+    assert all(p.device.type == "cpu" and not p.is_meta for p in model.parameters())
+    assert all(bool(v.isfinite().all()) for v in full_parameters(model).values())
     with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
         if dist.get_rank() == 0:
             model.load_state_dict(plain.state_dict())
     pair = Lockstep(case_named("plain"), make_config(3, zero=ZERO), model=model, plain=plain)
     pair.step(0)
-    return sane, meta, pair.finish()[0]
-
-
-class Drawn(nn.Module):
-    """Two layers whose values init functions give."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
+    return pair.finish()[0]
 
 
 def never_written(written: tuple[str, ...]) -> tuple[list[str], bool]:
@@ -315,7 +277,7 @@ def never_written(written: tuple[str, ...]) -> tuple[list[str], bool]:
         return tensor
 
     with mock.patch.multiple(nn.init, uniform_=off, kaiming_uniform_=off), deepspeed.zero.Init():
-        model = Drawn()
+        model = nn.Sequential(OrderedDict(first=nn.Linear(8, 8), second=nn.Linear(8, 8)))
     for name, param in model.named_parameters():
         if name.startswith(written):
             with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
@@ -334,15 +296,7 @@ def test_values_that_nobody_wrote_are_named_and_pass_for_no_weights(pool2: RankP
 
 
 def test_meta_device_construction(pool2: RankPool) -> None:
-    for sane, meta, error in pool2.run(built_on_meta):
-        assert sane and meta == []
-        assert error <= TOLERANCE
-
-
-def _constructors() -> list[object]:
-    return [
-        getattr(torch, name) for name in ("empty", "zeros", "ones", "full", "arange", "eye", "tensor", "rand", "randn")
-    ]
+    assert max(pool2.run(built_on_meta)) <= TOLERANCE
 
 
 def devices_after_init() -> tuple[bool, bool]:
@@ -360,29 +314,28 @@ def test_device_contexts_work_after_the_first_init() -> None:
 
 
 def odd_uses() -> dict[str, bool]:
-    before = _constructors()
-    found: dict[str, bool] = {}
-
     def sharded(module: nn.Module) -> list[bool]:
         return [hasattr(p, "ds_id") for p in module.parameters()]
 
+    names = ("empty", "zeros", "ones", "full", "arange", "eye", "tensor", "rand", "randn")
+    before = [getattr(torch, name) for name in names]
+    restored = lambda: before == [getattr(torch, name) for name in names]  # noqa: E731
+    found: dict[str, bool] = {}
     with deepspeed.zero.Init(enabled=False, config_dict_or_path={"no": "such key"}):
         plain = nn.Linear(4, 4)
-        found["disabled does nothing"] = not any(sharded(plain)) and _constructors() == before
+        found["disabled does nothing"] = not any(sharded(plain)) and restored()
     with deepspeed.zero.Init():
         with deepspeed.zero.Init(dtype=torch.bfloat16):
             inner = nn.Sequential(nn.Linear(4, 4))
         outer = nn.Sequential(nn.Linear(4, 4))
     found["nested keeps the outer"] = all(sharded(inner) + sharded(outer)) and inner[0].weight.dtype is torch.float32
-    found["nested restores"] = _constructors() == before
+    found["nested restores"] = restored()
     after = nn.Sequential(nn.Linear(4, 4))
     found["outside is plain"] = not any(sharded(after))
-    try:
-        with deepspeed.zero.Init(dtype=torch.bfloat16):
-            nn.Linear(4, 4)
-            raise KeyError("in a constructor")
-    except KeyError:
-        found["error restores"] = _constructors() == before and not any(sharded(nn.Sequential(nn.Linear(2, 2))))
+    with contextlib.suppress(KeyError), deepspeed.zero.Init(dtype=torch.bfloat16):
+        nn.Linear(4, 4)
+        raise KeyError("in a constructor")
+    found["error restores"] = restored() and not any(sharded(nn.Sequential(nn.Linear(2, 2))))
     with deepspeed.zero.Init():
         found["usable after an error"] = all(sharded(nn.Sequential(nn.Linear(4, 4))))
     deepspeed.zero.Init(module=after)
@@ -407,14 +360,13 @@ def test_odd_uses_of_the_context(pool2: RankPool) -> None:
         assert all(found.values()), [name for name, good in found.items() if not good]
 
 
-def edited(when: str) -> tuple[float, bool]:
-    """GatheredParameters edits before and after initialize: the modifier's values win everywhere, an edit without one
-    is refused.
+def edited() -> tuple[float, bool]:
+    """GatheredParameters edits before initialize: the modifier's values win everywhere, an edit without one is refused
+    (those after it: test_gathered_parameters.py).
     """
     plain = _from_rank_0(_seeded("tied"))
     with deepspeed.zero.Init():
         model = _seeded("tied")
-    engine = start(model, make_config(3, zero=ZERO)) if when == "after" else None
     target = model.layers[0].up.weight
     with deepspeed.zero.GatheredParameters([target, model.embed.weight], modifier_rank=1), torch.no_grad():
         target.fill_(dist.get_rank() + 0.5)
@@ -427,15 +379,14 @@ def edited(when: str) -> tuple[float, bool]:
         with deepspeed.zero.GatheredParameters(model.layers[1].up.weight), torch.no_grad():
             model.layers[1].up.weight.fill_(77.0)
     before = max(scaled_error(v, dict(plain.named_parameters())[k].detach()) for k, v in full_parameters(model).items())
-    engine = engine or start(model, make_config(3, zero=ZERO))
+    engine = start(model, make_config(3, zero=ZERO))
     losses = [case_named("tied").seeded_loss(m, here(0))[0].detach() for m in (engine, plain)]
     engine.destroy()
     return before, scaled_error(losses[0], losses[1]) <= TOLERANCE
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_edits_through_gathered_parameters(pool2: RankPool, when: str) -> None:
-    for error, same_loss in pool2.run(edited, when):
+def test_edits_through_gathered_parameters(pool2: RankPool) -> None:
+    for error, same_loss in pool2.run(edited):
         assert error == 0.0
         assert same_loss
 
@@ -472,25 +423,20 @@ def test_resizing_an_embedding_before_initialize(pool2: RankPool, under_init: bo
         assert error <= TOLERANCE
 
 
-def born_twice() -> bool:
+def born_twice() -> None:
     """destroy() on a model that was born sharded, then a second engine on it goes on from where the first stopped."""
     with deepspeed.zero.Init():
         model = _seeded("tied")
-    reference = None
     for stage in (3, 2):
         engine = start(model, make_config(stage, zero=ZERO))
         train_step(engine, case_named("tied"), 0)
         now = full_parameters(model)
         engine.destroy()
-        again = full_parameters(model)
-        if not equal(now, again):
-            return False
-        reference = again
-    return reference is not None
+        assert equal(now, full_parameters(model))
 
 
 def test_a_born_sharded_model_survives_its_engine(pool2: RankPool) -> None:
-    assert pool2.run(born_twice) == [True, True]
+    pool2.run(born_twice)
 
 
 def _where_parameters_are_made() -> tuple[str, list[int]]:
@@ -503,7 +449,7 @@ def test_every_rank_builds_its_model_on_its_own_device(pool2: RankPool) -> None:
     assert pool2.run(_where_parameters_are_made) == [("cuda:0", [0]), ("cuda:1", [1])]
 
 
-def _copy_of_a_part() -> list[bool]:
+def _copy_of_a_part() -> None:
     """PEFT's ``modules_to_save`` copies a part of the model before there is an engine, and trains the copy."""
     config = make_config(3, zero=ZERO)
     torch.manual_seed(3)
@@ -512,14 +458,11 @@ def _copy_of_a_part() -> list[bool]:
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         expected = [p.detach().clone() for p in model[1].parameters()]
     copied = copy.deepcopy(model[1])
-    shards = [[p._ds_unit.shard.numel() for p in part.parameters()] for part in (model[1], copied)]
+    cut, alike = ([p._ds_unit.shard.numel() for p in part.parameters()] for part in (model[1], copied))
+    assert cut == alike, "the copy is cut otherwise"
     with deepspeed.zero.GatheredParameters(list(copied.parameters())):
-        same = all(torch.equal(a, b) for a, b in zip(copied.parameters(), expected, strict=True))
-    facts = [
-        same,
-        shards[0] == shards[1],  # the copy is cut as what it is a copy of
-        all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in model.parameters()),  # the source was let go again
-    ]
+        assert all(torch.equal(a, b) for a, b in zip(copied.parameters(), expected, strict=True))
+    assert all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in model.parameters()), "the source is not let go"
     model[1].requires_grad_(False)
     whole = nn.ModuleList([model, copied])
     whole.forward = lambda x: copied(model[0](x))
@@ -528,17 +471,14 @@ def _copy_of_a_part() -> list[bool]:
     engine.backward(loss)
     engine.step()
     with deepspeed.zero.GatheredParameters(list(whole.parameters())):
-        facts += [
-            not any(torch.equal(a, b) for a, b in zip(copied.parameters(), expected, strict=True)),
-            all(torch.equal(a, b) for a, b in zip(model[1].parameters(), expected, strict=True)),
-        ]
+        assert not any(torch.equal(a, b) for a, b in zip(copied.parameters(), expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(model[1].parameters(), expected, strict=True))
     with pytest.raises(ReleasedParameterError):
         copy.deepcopy(copied)  # a part of a living engine is not copied in silence
     engine.destroy()
-    return facts
 
 
-def _copy_of_all(half: bool) -> list[bool]:  # noqa: FBT001
+def _copy_of_all(half: bool) -> None:  # noqa: FBT001
     """A reference model, as trainers copy it, and the model itself, each with its engine; and a copy of a copy."""
     config = make_config(3, zero=ZERO, **({"bf16": {"enabled": True}} if half else {}))
     torch.manual_seed(4)
@@ -547,26 +487,24 @@ def _copy_of_all(half: bool) -> list[bool]:  # noqa: FBT001
         model[2].weight.requires_grad_(False)
     model.register_parameter("tied", model[0].weight)
     other = copy.deepcopy(copy.deepcopy(model))
-    facts = [other.tied is other[0].weight, not other[2].weight.requires_grad, other[0].weight is not model[0].weight]
-    facts += [p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in [*model.parameters(), *other.parameters()]]
+    assert other.tied is other[0].weight and other[0].weight is not model[0].weight
+    assert not other[2].weight.requires_grad
+    assert all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in [*model.parameters(), *other.parameters()])
     frozen = start(other.requires_grad_(False), {k: v for k, v in config.items() if k != "optimizer"})
     engine = start(model, config)
     x = torch.ones(2, 4, dtype=next(model.parameters()).dtype)
-    facts.append(torch.equal(engine(x), frozen(x)))
+    assert torch.equal(engine(x), frozen(x))
     engine.backward(engine(x).float().square().mean())
     engine.step()
-    facts.append(not torch.equal(engine(x), frozen(x)))
+    assert not torch.equal(engine(x), frozen(x))
     engine.destroy()
     frozen.destroy()
-    return facts
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
 def test_a_copy_of_a_model_in_shards_is_in_shards(pool2: RankPool, half: bool) -> None:
-    for facts in pool2.run(_copy_of_all, half):
-        assert all(facts), facts
+    pool2.run(_copy_of_all, half)
 
 
 def test_a_part_of_a_model_in_shards_is_copied_with_its_values_before_there_is_an_engine(pool2: RankPool) -> None:
-    for facts in pool2.run(_copy_of_a_part):
-        assert facts == [True] * 5
+    pool2.run(_copy_of_a_part)

@@ -264,6 +264,11 @@ def case_named(name: str, **changes: Any) -> LoopCase:
     return LoopCase(**models.fields_of(name, model, {**differences, **changes}))
 
 
+def regression(model: Callable[[], nn.Module], **differences: Any) -> LoopCase:
+    """The case of a model of one file: a regression with squared errors, with some fields replaced."""
+    return LoopCase(**models.fields_of("of its own", model, differences))  # type: ignore[arg-type]
+
+
 def all_cases() -> dict[str, Case]:
     """Every named case."""
     return {name: case_named(name) for name in (*CASES, *_CASES)}

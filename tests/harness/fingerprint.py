@@ -40,8 +40,9 @@ from deepspeed.zero.unit import UnitState
 from tests.harness import pipes
 from tests.harness.experts import TwoStacks
 from tests.harness.faults import modules_replaced
+from tests.harness.logs import logged
 
-STEPS, FEW = 4, 2  # updates of a run, and of a plain one
+FEW, MORE = 2, 4  # updates of a run, and of one whose effect shows only then
 _NAP_S = 0.2  # of a rank that is slow
 SAMPLES = 9  # not a multiple of ranks x micro batch, so that the last batch of an epoch is short
 WORKDIR = "<work>"  # stands for a fresh folder in configuration values
@@ -112,10 +113,6 @@ class _Watch:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        handler = logging.Handler()
-        handler.emit = lambda record: self.lines.append(_NUMBERS.sub("#", record.getMessage()))  # type: ignore[method-assign]
-        level = logger.level
-
         def wait(_accelerator: Accelerator, _index: Any = None) -> None:
             self.waits += 1
 
@@ -126,21 +123,16 @@ class _Watch:
         def empty(_accelerator: Accelerator) -> None:
             self.emptied += 1
 
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        comms_log.LOG.__init__()  # type: ignore[misc]
         for once in (log._log_once, log.warning_once):
             once.cache_clear()
+        names = ("torch.utils.tensorboard", "wandb", "comet_ml")
+        services: Any = {name: _Service(name, self.services) for name in names}
+        clock = mock.patch.multiple(Accelerator, synchronize=wait, Event=event, empty_cache=empty)
+        comms_log.LOG.__init__()  # type: ignore[misc]
         try:
-            services: Any = {
-                name: _Service(name, self.services) for name in ("torch.utils.tensorboard", "wandb", "comet_ml")
-            }
-            clock = mock.patch.multiple(Accelerator, synchronize=wait, Event=event, empty_cache=empty)
-            with clock, modules_replaced(services):
+            with logged(set_level=logging.INFO) as self.lines, clock, modules_replaced(services):
                 yield
         finally:
-            logger.removeHandler(handler)
-            logger.setLevel(level)
             comms_log.LOG.__init__()  # type: ignore[misc]
 
     def follow(self, engine: Any) -> None:
@@ -181,7 +173,7 @@ def _say_files(folder: Path) -> Any:
 # The kinds of run, and the steps whose gradients are infinite in each.
 SCENARIOS: dict[str, tuple[int, ...]] = {
     "train": (),
-    "longer": (),  # the same with more updates, for what shows only then
+    "longer": (),  # the same with more updates
     "slow": (),  # one rank takes its time
     "overflow": (1, 2),
     "apart": (0, 2),  # a clean step between two bad ones
@@ -196,6 +188,7 @@ SCENARIOS: dict[str, tuple[int, ...]] = {
     "experts": (),  # two layers of experts are added
     "pipeline": (),  # a PipelineModule of two stages
 }
+_OF_MORE = ("longer", "slow", "overflow", "apart", "diverge")
 
 
 def run(config: dict[str, Any], scenario: str) -> Fingerprint:
@@ -212,7 +205,7 @@ def run(config: dict[str, Any], scenario: str) -> Fingerprint:
         out["files"] = _say_files(Path(folder))
         out["comm log"] = {op: comms_log.LOG.count(op) for op in comms_log.LOG.ops()}
         out["level afterwards"], out["collection afterwards"] = logger.level, gc.isenabled() == gc_before
-        out["log"] = [line.replace(folder, WORKDIR) for line in watch.lines]
+        out["log"] = [_NUMBERS.sub("#", line.replace(folder, WORKDIR)) for line in watch.lines]
     out["printed"] = _NUMBERS.sub("#", printed.getvalue())
     out["waits"], out["sent"], out["copies"] = watch.waits, watch.sent, watch.copies
     out["services"] = [[part.replace(folder, WORKDIR) for part in call] for call in watch.services]
@@ -339,7 +332,7 @@ def _start(engine: Any, loader: Any) -> Fingerprint:
 
 def _steps(engine: Any, batches: Iterator[Any], scenario: str) -> list[Any]:
     seen = []
-    for step in range(FEW if scenario == "train" else STEPS):
+    for step in range(MORE if scenario in _OF_MORE else FEW):
         losses = []
         for _ in range(engine.gradient_accumulation_steps()):
             x, y = next(batches)

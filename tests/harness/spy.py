@@ -8,9 +8,10 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,6 @@ class Call:
     numel: int
     dtype: torch.dtype | None
     group_size: int
-    asynchronous: bool
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
@@ -68,7 +68,7 @@ class CollectiveSpy:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self._saved: list[tuple[Any, str, Any]] = []
+        self._replaced = ExitStack()
         self._depth = threading.local()
 
     def __enter__(self) -> "CollectiveSpy":
@@ -78,16 +78,11 @@ class CollectiveSpy:
                 continue
             wrapped = self._wrap(name, original)
             for module in (m for m in (dist, c10d) if hasattr(m, name)):
-                self._saved.append((module, name, getattr(module, name)))
-                setattr(module, name, wrapped)
+                self._replaced.enter_context(mock.patch.object(module, name, wrapped))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for module, name, original in self._saved:
-            setattr(module, name, original)
-        self._saved.clear()
+    def __exit__(self, *_: object) -> None:
+        self._replaced.close()
 
     def count(self, name: str | None = None) -> int:
         """Number of calls, of one name or of all."""
@@ -141,5 +136,4 @@ class CollectiveSpy:
             numel=sum(t.numel() for t in found),
             dtype=found[0].dtype if found else None,
             group_size=dist.get_world_size(group),
-            asynchronous=bool(kwargs.get("async_op", False)) or name.startswith(("isend", "irecv")),
         )

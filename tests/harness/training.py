@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.tools.verify.grads import BUCKETS, full_parameters, scaled_error
+from deepspeed.tools.verify.grads import full_parameters, scaled_error
 from deepspeed.tools.verify.models import SAMPLES, Case, MicroBatch
 from deepspeed.tools.verify.reference import GATE_ADAM
 
@@ -96,17 +96,3 @@ def outcome(function: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__mro__}: {error}"
     return ""
-
-
-__all__ = [
-    "ADAMW",
-    "BUCKETS",
-    "STAGES",
-    "here",
-    "make_config",
-    "outcome",
-    "parameter_error",
-    "plain_train",
-    "start",
-    "train_step",
-]
