@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.harness.patience import too_long
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +116,7 @@ class Launched:
         wait_until(lambda: file.exists() or self.process.poll() is not None, START_S, f"rank {rank} to start")
         if not file.exists():
             out, err = self.process.communicate()
-            pytest.fail(f"the job ended with status {self.process.returncode}\n{out}\n{err}")
+            raise AssertionError(f"the job ended with status {self.process.returncode}\n{out}\n{err}")
         return json.loads(file.read_text())
 
     def finish(self, *, left: int = 0) -> tuple[int, str, str]:
