@@ -174,7 +174,8 @@ def _hooks(model: nn.Module) -> int:
     )
 
 
-def _tensor_bytes() -> int:
+def tensor_bytes() -> int:
+    """Bytes of all tensors that live in this process."""
     gc.collect()
     found: dict[int, int] = {}
     with torch._C.DisableTorchFunctionSubclass():
@@ -194,7 +195,7 @@ def destroyed(stages: list[int], fail_first: bool) -> dict[str, Any]:
     clean = _hooks(model)
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
     whole = live_bytes(model)
-    base = _tensor_bytes()
+    base = tensor_bytes()
     report: dict[str, Any] = {"error": 0.0, "leaks": []}
     for stage in stages:
         engine = start(model, make_config(stage, zero=ZERO))
@@ -212,7 +213,7 @@ def destroyed(stages: list[int], fail_first: bool) -> dict[str, Any]:
         found = {
             "hooks": _hooks(model) - clean,
             "parameter bytes": live_bytes(model) - whole,
-            "all tensor bytes": max(0, _tensor_bytes() - base),
+            "all tensor bytes": max(0, tensor_bytes() - base),
             "faces": sum(isinstance(p, ReleasedFace) for p in model.parameters()),
             "parameter attributes": sorted(
                 key for p in model.parameters() for key in vars(p) if key.startswith(("ds_", "_ds"))
