@@ -5,6 +5,7 @@ as if this one had not happened.
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -132,12 +133,9 @@ def some(*values: Any, kept: tuple[Any, ...]) -> list[Any]:
 # stage, place, good steps before: by message, by prediction
 MATRIX = [(s, p, b) for s in STAGES for p in PLACES for b in (0, STEADY) if s == 3 or not p.startswith("gather")]
 KEPT = (
-    (3, "gather:3", 0),
-    (3, "gather:8", STEADY),
-    (0, "forward:layers.1", STEADY),
-    (3, "backward:layers.1", STEADY),
+    *((3, "gather:3", 0), (3, "gather:8", STEADY), (3, "forward:layers.1", STEADY), (0, "backward:layers.1", STEADY)),
+    *((2, "reduce:2", STEADY), (1, "norm", STEADY), (3, "collapse", 0)),
 )
-KEPT += ((2, "reduce:2", STEADY), (1, "norm", STEADY), (3, "collapse", 0))
 
 
 @pytest.mark.parametrize(("stage", "place", "before"), some(*MATRIX, kept=KEPT))
@@ -267,32 +265,16 @@ def test_a_step_that_some_have_taken_and_others_not_is_named(pool2: RankPool, st
     assert "parts of two states" in after and "load a checkpoint" in after
 
 
-class SubGroup:
-    """An ``mpu`` whose data ways are all ranks, over a group of their own, which a test may break."""
-
-    def __init__(self) -> None:
-        self.group = dist.new_group(list(range(dist.get_world_size())))
-
-    def get_data_parallel_group(self) -> Any:
-        return self.group
-
-    def get_data_parallel_world_size(self) -> int:
-        return dist.get_world_size()
-
-    def get_data_parallel_rank(self) -> int:
-        return dist.get_rank()
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
+def over_a_group_of_its_own(config: dict[str, Any]) -> Any:
+    """An engine whose data ways are all ranks, over a group that a test may break."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    return start(case_named("plain").build(), config, mpu=SimpleNamespace(get_data_parallel_group=lambda: group))
 
 
 def no_memory_for_anything(before: int) -> tuple[str, str]:
     """A rank can gather nothing any more, not even as a dummy; what it and the others raise, also at the next batch."""
     case = case_named("plain")
-    engine = start(case.build(), make_config(3, zero=ZERO), mpu=SubGroup())
+    engine = over_a_group_of_its_own(make_config(3, zero=ZERO))
     for step in range(before):
         train_step(engine, case, step)
     errors = []
@@ -319,8 +301,7 @@ def test_a_rank_that_cannot_keep_its_word_is_named_too(pool2: RankPool, before: 
 def without_messages(place: str, *, alone: bool) -> tuple[list[str], bool]:
     """``assume_none``: what a batch in which one rank or all fail raises, and the next one; whether that went well."""
     case = case_named("plain")
-    config = make_config(3, zero={**ZERO, "divergence": "assume_none"})
-    engine = start(case.build(), config, mpu=SubGroup())
+    engine = over_a_group_of_its_own(make_config(3, zero={**ZERO, "divergence": "assume_none"}))
     train_step(engine, case, 0)
     errors = []
     for step in (90, 91):
@@ -353,26 +334,22 @@ def test_without_messages_a_rank_that_skips_alone_is_refused_and_named(pool2: Ra
 
 def _takes_one_micro_batch_more(stage: int) -> str:
     """On one rank, where by prediction all step; what each rank raises."""
-    failures._LOUD_AFTER_S, failures._DOUBT_S = 0.2, 1.0
-    try:
-        torch.manual_seed(0)
-        config = make_config(stage, zero=ZERO)
-        engine = start(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))), config)
+    case = case_named("plain")
+    with patch.multiple(failures, _LOUD_AFTER_S=0.2, _DOUBT_S=1.0):
+        engine = start(case.build(), make_config(stage, zero=ZERO))
         try:
             for step in range(STEADY + 3):
                 for _ in range(2 if step == STEADY and dist.get_rank() == FAILS else 1):
-                    engine.backward(engine(torch.ones(2, 8)).square().mean())
+                    engine.backward(case.seeded_loss(engine, here(step))[0])
                 engine.step()
         except (DivergenceError, RankFailedError) as error:
             with pytest.raises(UsageError, match="it cannot go on"):
-                engine(torch.ones(2, 8))
+                case.seeded_loss(engine, here(0))
             return f"{type(error).__name__}: {error}"
         finally:
             with contextlib.suppress(RuntimeError):  # its groups are closed
                 engine.destroy()
-        return ""
-    finally:
-        failures._LOUD_AFTER_S, failures._DOUBT_S = 2.0, 300.0
+    return ""
 
 
 @pytest.mark.in_make_test("3")
