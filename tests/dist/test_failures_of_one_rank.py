@@ -12,12 +12,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from deepspeed.errors import DivergenceError, RankFailedError, UsageError
 from deepspeed.tools.verify.grads import full_parameters
 from deepspeed.zero.sync import failures
 from deepspeed.zero.unit import Unit
+from tests.dist.test_invariant_i8_errors import trained
 from tests.harness.cases import case_named
 from tests.harness.faults import Faults, InjectedFault, no_room
 from tests.harness.lockstep import equal, not_at_rest
@@ -37,7 +37,6 @@ class Outcome(NamedTuple):
 
     error: str
     late: bool
-    seconds: float
     same: bool
     restless: list[str]
 
@@ -81,28 +80,26 @@ def fault(place: str, engine: Any) -> contextlib.AbstractContextManager[Any]:
 
 def one_fails(place: str, config: dict[str, Any], before: int, fails: int = FAILS) -> Outcome:
     """``before`` good steps, one in which rank ``fails`` does, three good ones; against a run without that one."""
-    case = case_named("plain", accumulation=config["gradient_accumulation_steps"])
-    weights: list[dict[str, Tensor]] = []
-    raised, restless, seconds = "", [], 0.0
-    for attempt in range(2):
-        engine = start(case.build(), config)
-        for step in range(before):
-            train_step(engine, case, step)
-        if attempt:
-            mine = fault(place, engine) if dist.get_rank() == fails else contextlib.nullcontext()
-            started = time.monotonic()
-            try:
-                with mine:
-                    train_step(engine, case, 90)
-            except (RankFailedError, InjectedFault, torch.OutOfMemoryError) as error:
-                raised = f"{type(error).__name__}: {error}"
-            seconds = time.monotonic() - started
-            restless = not_at_rest(engine)
-        for step in range(before, before + 3):
-            train_step(engine, case, step)
-        weights.append(full_parameters(engine.module))
-        engine.destroy()
-    return Outcome(raised, too_long(started, 20.0), seconds, equal(*weights), restless)
+    case = case_named("plain")
+    raised, late, restless = "", False, list[str]()
+
+    def fail(engine: Any, step: int, micro: int) -> None:
+        nonlocal raised, late
+        if step != before:
+            return
+        mine = fault(place, engine) if dist.get_rank() == fails else contextlib.nullcontext()
+        started = time.monotonic()
+        try:
+            with mine:
+                train_step(engine, case, 90)
+        except (RankFailedError, InjectedFault, torch.OutOfMemoryError) as error:
+            raised = f"{type(error).__name__}: {error}"
+        late = too_long(started, 20.0)
+        restless.extend(not_at_rest(engine))
+
+    steps = before + 3
+    same = equal(trained(case, config, steps=steps), trained(case, config, fail, steps=steps))
+    return Outcome(raised, late, same, restless)
 
 
 PLACES = ["gather:1", "gather:3", "gather:6", "gather:8", "forward:inp", "forward:layers.1", "forward:head"]
