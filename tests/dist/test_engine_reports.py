@@ -294,6 +294,9 @@ def generate_unevenly(stage: int) -> list[str]:
     faults = []
     inputs = case.batch(here(0))[0]
     train_step(engine, case, 0)
+    engine.eval()
+    if engine.training or engine.module.training:
+        faults.append("it trains after eval()")
     with torch.no_grad():
         expected = engine(inputs)
         with deepspeed.zero.unwrap_model_for_generation(engine) as whole:
@@ -302,12 +305,15 @@ def generate_unevenly(stage: int) -> list[str]:
                     faults.append("the unwrapped module computes something else")
     if stage == 3 and not any(isinstance(p, ReleasedFace) for p in engine.module.parameters()):
         faults.append("nothing was released afterwards")
+    engine.train()
+    if not (engine.training and engine.module.training):
+        faults.append("it does not train after train()")
     train_step(engine, case, 1)
     return faults
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_ranks_may_generate_different_lengths_inside_unwrap(pool2: RankPool, stage: int) -> None:
+def test_ranks_may_generate_different_lengths_inside_unwrap_and_modes_are_known(pool2: RankPool, stage: int) -> None:
     assert pool2.run(generate_unevenly, stage) == [[], []]
 
 
@@ -327,22 +333,6 @@ def test_parts_that_come_later_say_so_by_name(pool1: RankPool) -> None:
     names = ["train_batch", "eval_batch"]
     for name, said in zip(names, pool1.run(missing, names)[0], strict=True):
         assert NotYetError.__name__ in said and name in said
-
-
-def modes() -> tuple[bool, ...]:
-    """``training`` of engine and module after eval() and train()."""
-    engine = start(torch.nn.Linear(4, 4), make_config(1))
-    engine.eval()
-    off = engine.training, engine.module.training
-    engine.train()
-    on = engine.training, engine.module.training
-    engine.destroy()
-    return *off, *on
-
-
-def test_the_engine_itself_knows_its_mode(pool2: RankPool) -> None:
-    """``engine.training`` follows ``eval()`` and ``train()``."""
-    assert pool2.run(modes) == [(False, False, True, True)] * 2
 
 
 # -- profiler names -------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_users_model_and_configuration(tmp_path: Path, capsys: pytest.CaptureFix
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }
     config.write_text(json.dumps(given), encoding="utf-8")
-    assert main(["grads", "--model", f"{HERE}:build_with_data", "--config", str(config)]) == 0
+    assert main(["grads", "--model", f"{HERE}:build_with_data", "--config", str(config), "--steps", "2"]) == 0
     shown = capsys.readouterr().out
     assert "set aside from the configuration (but for the dtypes): bf16, optimizer, train_batch_size" in shown
     assert main(["grads", "--model", f"{HERE}:build", "--ranks", "1", "--steps", "1"]) == 0
@@ -157,7 +157,7 @@ def test_the_reference_keeps_a_loss_as_it_was_before_the_step() -> None:
 
 # -- verify data ----------------------------------------------------------------------------------------------------
 def test_no_sample_twice_none_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "--save-n", "4", "--load-n", "3", "--workers", "2", "--samples", "101"]) == 0
+    assert main(["data", "--save-n", "3", "--load-n", "2", "--workers", "2", "--samples", "101"]) == 0
     shown = capsys.readouterr().out
     assert shown.endswith("101 samples: no sample twice, none missing\n") and "then saved" in shown
 

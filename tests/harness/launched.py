@@ -78,7 +78,7 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str) -> No
     begun = time.monotonic()
     while not condition():
         assert not too_long(begun, seconds), f"waited {seconds} s for {what}"
-        time.sleep(max(0.02, (time.monotonic() - begun) / 20))  # seldom, where each look costs what the others need
+        time.sleep(max(0.02, (time.monotonic() - begun) / 10))  # seldom, as each late look takes time of the others
 
 
 class Launched:

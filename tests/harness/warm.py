@@ -4,13 +4,14 @@
 network namespace and standard streams to that process. It gets the signals for the launcher and ends as that does; when
 it is killed, so is the launcher. Of the package only what a launcher imports is there before.
 
-Ranks of a launcher with the variable ``RANKS`` are such forks too. It knows other processes as its ranks, so it cannot
-tell whose error came first.
+Ranks of a launcher with the variable ``RANKS`` are such forks too, of which it knows the stand-ins: it names other
+process ids than the ranks do, and what ends a rank by Ctrl-C is an ordinary error to it.
 """
 
 import atexit
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import runpy
@@ -82,6 +83,8 @@ def _become(request: bytes, streams: list[int]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.executable = environment.get(RANKS, sys.executable)
+    if "DS_CRASH_REPORT" in environment:  # as Python does when a rank begins
+        importlib.import_module("deepspeed.launcher.crash_report.sitecustomize")
     space = f"/proc/{client}/ns/net"
     if os.readlink(space) != os.readlink("/proc/self/ns/net"):
         libc = ctypes.CDLL(None, use_errno=True)
