@@ -4,6 +4,7 @@ every hook.
 
 import gc
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -74,7 +75,9 @@ def failed_batches(name: str, stage: int, phase: str, plain: bool) -> dict[str, 
     expected = trained(case, config, plain=plain)
 
     def same(module: str) -> bool:
-        fail = lambda engine, step, micro: _fail(engine, case, module, phase, 90 + step, plain=plain)  # noqa: E731
+        def fail(engine: Any, step: int, micro: int) -> None:
+            _fail(engine, case, module, phase, 90 + step, plain=plain)
+
         return equal(expected, trained(case, config, fail, plain=plain))
 
     return {module: same(module) for module in ("inp", "layers.1.up", "head")}
@@ -308,7 +311,7 @@ def _interrupted(stage: int) -> bool:
                 case.seeded_loss(engine.module, here(90))
             pressed.remove()
 
-    called = lambda engine: engine.module  # noqa: E731
+    called = attrgetter("module")
     return equal(trained(case, config, called=called), trained(case, config, interrupt, called=called))
 
 
