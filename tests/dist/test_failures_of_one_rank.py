@@ -121,21 +121,15 @@ def check(outcomes: list[Outcome], place: str, fails: int = FAILS) -> None:
         assert outcome.same and outcome.restless == [], outcome
 
 
-def some(*values: Any, kept: tuple[Any, ...]) -> list[Any]:
-    """``values`` as parameters, of which ``make test`` runs those that are ``kept``."""
-    marks = {False: [pytest.mark.exhaustive], True: []}
-    return [pytest.param(*value, marks=marks[value in kept]) for value in values]
-
-
 # stage, place, good steps before: by message, by prediction
 MATRIX = [(s, p, b) for s in STAGES for p in PLACES for b in (0, STEADY) if s == 3 or not p.startswith("gather")]
-KEPT = (
-    *((3, "gather:3", 0), (3, "gather:8", STEADY), (3, "forward:layers.1", STEADY), (0, "backward:layers.1", STEADY)),
-    *((2, "reduce:2", STEADY), (1, "norm", STEADY), (3, "collapse", 0)),
+
+
+@pytest.mark.in_make_test(
+    *("3-gather:3-0", f"3-gather:8-{STEADY}", f"3-forward:layers.1-{STEADY}", f"0-backward:layers.1-{STEADY}"),
+    *(f"2-reduce:2-{STEADY}", f"1-norm-{STEADY}", "3-collapse-0"),
 )
-
-
-@pytest.mark.parametrize(("stage", "place", "before"), some(*MATRIX, kept=KEPT))
+@pytest.mark.parametrize(("stage", "place", "before"), MATRIX)
 def test_the_others_hear_who_failed_and_all_go_on(pool2: RankPool, stage: int, place: str, before: int) -> None:
     check(pool2.run(one_fails, place, make_config(stage, zero=ZERO), before, time_limit=LIMIT), place)
 
@@ -163,10 +157,8 @@ ON_TIERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("tiers", "place", "before"),
-    some(*ON_TIERS, kept=(("all_on_a_drive", "gather:8", 0), ("all_on_host", "reduce:2", 0))),
-)
+@pytest.mark.in_make_test("all_on_a_drive-gather:8-0", "all_on_host-reduce:2-0")
+@pytest.mark.parametrize(("tiers", "place", "before"), ON_TIERS)
 def test_wherever_the_states_rest(pool2: RankPool, tmp_path: Any, tiers: str, place: str, before: int) -> None:
     check(pool2.run(one_fails, place, _offloaded(tiers, tmp_path), before, time_limit=LIMIT), place)
 
@@ -227,10 +219,8 @@ WINDOWS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("stage", "place", "before"),
-    some(*WINDOWS, kept=((1, "forward:head", 0), (3, "forward:head", 3), (2, "pack:3", 3))),
-)
+@pytest.mark.in_make_test("1-forward:head-0", "3-forward:head-3", "2-pack:3-3")
+@pytest.mark.parametrize(("stage", "place", "before"), WINDOWS)
 def test_all_ranks_go_on_at_the_same_place_of_the_window(pool2: RankPool, stage: int, place: str, before: int) -> None:
     (same, at, _), (other, elsewhere, _) = pool2.run(failed_window, stage, place, before, time_limit=LIMIT)
     assert same and other
