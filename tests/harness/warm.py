@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -34,7 +35,8 @@ import json, os, signal, socket, sys
 
 def be(end):
     if end < 0:
-        signal.signal(-end, signal.SIG_DFL)
+        if end != -signal.SIGKILL:  # which nobody can handle
+            signal.signal(-end, signal.SIG_DFL)
         os.kill(os.getpid(), -end)
     os._exit(end)
 
@@ -82,6 +84,7 @@ def _become(request: bytes, streams: list[int]) -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # what was found before the variables were those of the client
     sys.executable = environment.get(RANKS, sys.executable)
     if "DS_CRASH_REPORT" in environment:  # as Python does when a rank begins
         importlib.import_module("deepspeed.launcher.crash_report.sitecustomize")
