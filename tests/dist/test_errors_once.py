@@ -62,7 +62,7 @@ def _ended(folder: Path, python: str, fault: str, *, status: int = 1, **variable
     script.write_text(SCRIPT)
     env = environment(**variables)
     command = [python, *RUNNER, "--num_gpus", "2"]
-    if python and fault != "ctrl-c":
+    if python and fault != "ctrl-c" and not variables:  # which a warm rank has read before
         env[RANKS] = python
     if not python:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
