@@ -41,8 +41,8 @@ def counted(blocks: int) -> list[tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.in_make_test("6", "13")
-@pytest.mark.parametrize("blocks", [6, 12, 13])
+@pytest.mark.in_make_test("5", "6")
+@pytest.mark.parametrize("blocks", [5, 6, 12, 13])
 def test_agreement_costs_what_the_formulas_say(pool2: RankPool, pool3: RankPool, pool4: RankPool, blocks: int) -> None:
     bench = formulas()
     for ranks, pool in ((2, pool2), (3, pool3), (4, pool4)):

@@ -59,15 +59,12 @@ def _gathered_later(zero: dict[str, Any]) -> dict[str, bool]:
     return found
 
 
-def test_a_model_that_could_not_be_made_whole_is_marked_and_can_be_gathered_later(pool2: RankPool) -> None:
-    assert pool2.run(_gathered_later, {}) == [{"marked": True, "gathered": True, "taken over": True}] * 2
-
-
-def test_the_same_with_shard_groups(pool4: RankPool) -> None:
-    assert (
-        pool4.run(_gathered_later, {"mics_shard_size": 2})
-        == [{"marked": True, "gathered": True, "taken over": True}] * 4
-    )
+@pytest.mark.parametrize(("ranks", "zero"), [(2, {}), (4, {"mics_shard_size": 2})], ids=["2", "4 in groups"])
+def test_a_model_that_could_not_be_made_whole_is_marked_and_can_be_gathered_later(
+    request: pytest.FixtureRequest, ranks: int, zero: dict[str, Any]
+) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{ranks}")
+    assert pool.run(_gathered_later, zero) == [{"marked": True, "gathered": True, "taken over": True}] * ranks
 
 
 def _one_raises() -> str:

@@ -5,6 +5,7 @@ model, data) stands here.
 import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ def blocks(page: str) -> list[str]:
 def _run(page: str, folder: str) -> dict[str, Any]:
     """What the blocks leave behind, as far as it is plain."""
     names: dict[str, Any] = {"__name__": "a_page"}
-    with contextlib.chdir(folder) if hasattr(contextlib, "chdir") else _chdir(folder):
+    with _in(folder):
         exec(COMMON + PAGES[page][1], names)
         for number, block in enumerate(blocks(page)):
             exec(compile(block, f"{page}, block {number + 1}", "exec"), names)
@@ -204,7 +205,7 @@ def _run(page: str, folder: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _chdir(folder: str) -> Any:
+def _in(folder: str) -> Iterator[None]:
     before = os.getcwd()
     os.chdir(folder)
     try:

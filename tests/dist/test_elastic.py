@@ -8,9 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,17 +19,14 @@ import deepspeed
 from deepspeed.checkpoint.format.folders import MANIFEST
 from deepspeed.client.elastic import SIGNALS, Alarm
 from deepspeed.elasticity import take_part
-from deepspeed.monitor.log import logger
 from tests.harness import elastic
 from tests.harness.elastic import ElasticJob, records, settings
+from tests.harness.launched import wait_until
+from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 
 pytestmark = pytest.mark.timeout(900)
 FOUR = ("--num_gpus", "4", "--min_ranks", "2", "--max_ranks", "4")
-
-
-def _undisturbed(folder: str, steps: int, config: dict[str, Any] = elastic.CONFIG) -> None:
-    elastic.train(folder, steps=steps, every=0, config=config)
 
 
 def assert_only_whole_checkpoints(folder: Path) -> None:
@@ -44,7 +39,7 @@ def assert_only_whole_checkpoints(folder: Path) -> None:
 
 def assert_same_training(disturbed: Path, pool: RankPool, alone: Path, steps: int) -> None:
     """Each update of ``disturbed`` saw the very samples of a run on one rank, and so came to the same loss."""
-    pool.run(_undisturbed, str(alone), steps)
+    pool.run(elastic.train, str(alone), steps=steps, every=0)
     ours, theirs = records(disturbed), records(alone)
     assert sorted(ours) == sorted(theirs) == list(range(steps))
     assert [ours[step][0] for step in range(steps)] == [theirs[step][0] for step in range(steps)]
@@ -63,7 +58,7 @@ def test_learning_rate_and_loss_scale_go_on_over_restarts(tmp_path: Path, pool1:
     job.kill(1)
     status, out = job.finish()
     assert status == 0 and out.count("failed first, with signal SIGKILL; starting again from") == 2, out
-    pool1.run(_undisturbed, str(tmp_path / "alone"), 60, elastic.FP16)
+    pool1.run(elastic.train, str(tmp_path / "alone"), steps=60, every=0, config=elastic.FP16)
     set_alone = settings(tmp_path / "alone")
     assert settings(job.folder) == set_alone
     scales = [scale for _, (_, scale) in sorted(set_alone.items())]
@@ -112,36 +107,27 @@ def _open() -> tuple[int, list[str]]:
     return len(os.listdir("/proc/self/fd")), [t.name for t in threading.enumerate() if t.name == "emergency-save"]
 
 
-def _until(reached: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 30
-    while not reached() and time.monotonic() < end:
-        time.sleep(0.01)
-    return reached()
-
-
 def test_engines_that_took_part_end_in_any_order_and_leave_no_thread_and_no_pipe() -> None:
     before, late = (_open(), [signal.getsignal(number) for number in SIGNALS]), list[int]()
     first, second = Alarm(60.0, late.append), Alarm(60.0, late.append)
     first.close()
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert _until(lambda: second.asked == signal.SIGUSR1) and not first.asked
+    wait_until(lambda: second.asked == signal.SIGUSR1, 30, "the signal")
+    assert not first.asked
     second.close()
-    assert _until(lambda: _open() == before[0]), _open()
+    wait_until(lambda: _open() == before[0], 30, "the pipe and the thread to go")
     assert [signal.getsignal(number) for number in SIGNALS] == before[1] and not late
 
 
-def _said_at_the_start(folder: str, latest: bytes | None) -> tuple[int, list[str]]:
-    """The update that ``take_part`` goes on from, and what is said of the checkpoint; ``latest``: what is in it."""
-    said: list[str] = []
-    (handler := logging.Handler()).emit = lambda r: said.append(f"{r.levelname} {r.getMessage()}")  # type: ignore[method-assign]
+def _said_at_the_start(folder: str, latest: bytes | None) -> tuple[int, list[str], list[str]]:
+    """The update that ``take_part`` goes on from, what is said of the checkpoint, and what of that is a warning;
+    ``latest``: what is in that file.
+    """
     engine, *_ = deepspeed.initialize(model=nn.Linear(8, 1), config=elastic.CONFIG)
     if latest is not None and engine.global_rank == 0:
         (Path(folder) / "latest").write_bytes(latest)
     dist.barrier()
-    level = logger.level
-    logger.setLevel("INFO")
-    logger.addHandler(handler)
-    try:
+    with logged(logging.INFO, set_level=logging.INFO) as lines, logged(logging.WARNING) as warnings:
         take_part(engine, folder)
         begun = engine.global_steps
         while not engine.global_steps:
@@ -149,19 +135,16 @@ def _said_at_the_start(folder: str, latest: bytes | None) -> tuple[int, list[str
             engine.step()
         if not begun:
             engine.save_checkpoint(folder)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        engine.destroy()
-    return begun, [line for line in said if "latest" in line]
+    engine.destroy()
+    return begun, *([line for line in said if "latest" in line] for said in (lines, warnings))
 
 
 def test_the_first_start_is_no_warning_and_an_empty_latest_costs_no_start(tmp_path: Path, pool2: RankPool) -> None:
-    (begun, first), (_, second) = pool2.run(_said_at_the_start, str(tmp_path), None)
-    assert begun == 0 and not second
-    assert len(first) == 1 and first[0].startswith("INFO ") and "nothing was loaded" in first[0]
+    (begun, said, warned), (_, *other) = pool2.run(_said_at_the_start, str(tmp_path), None)
+    assert begun == 0 and other == [[], []]
+    assert len(said) == 1 and "nothing was loaded" in said[0] and not warned
     again = pool2.run(_said_at_the_start, str(tmp_path), b"")
-    assert [begun for begun, _ in again] == [1, 1]
+    assert [begun for begun, *_ in again] == [1, 1]
     assert len(again[0][1]) == 1 and "nothing in its file 'latest'; loading its newest" in again[0][1][0]
 
 

@@ -20,10 +20,10 @@ from deepspeed.launcher.elastic.membership import JOIN, Membership
 from deepspeed.launcher.elastic.sizes import Elastic
 from deepspeed.launcher.node.ranks import Guard
 from deepspeed.launcher.node.verdict import RankEnd
+from tests.harness.launched import RUNNER, environment, wait_until
 from tests.harness.patience import slowdown
 from tests.harness.warm import Warm
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 150.0  # a machine that is busy with much else takes minutes for what takes seconds
 
@@ -74,12 +74,11 @@ class Started:
         self.tmp.mkdir()
         script = folder / "script.py"
         script.write_text(RANK)
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_", "MASTER_"))}
-        env |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.tmp), "DS_ACCELERATOR": "cpu", **more}
-        command = [python, "-m", "deepspeed.launcher.runner", "--elastic_training", *flags, str(script), str(self.out)]
+        env = environment(TMPDIR=str(self.tmp), **more)
+        command = [python, *RUNNER, "--elastic_training", *flags, str(script), str(self.out), mode]
         with self.text.open("w") as text:
             self.process = subprocess.Popen(
-                [*command, mode], cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=text, stderr=text
+                command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=text, stderr=text
             )
 
     def round(self, number: int, ranks: int) -> list[int]:
@@ -109,6 +108,14 @@ class Started:
                 self.process.wait()
                 raise AssertionError(f"waited for {what}:\n{self.text.read_text()}")
             time.sleep(0.01)
+
+    def kill(self) -> None:
+        """SIGKILL to the command, whose guard then ends the ranks and removes the temporary files."""
+        self.process.kill()
+        self.process.wait(LIMIT_S)
+        pids = [json.loads(file.read_text())[0] for file in self.out.glob("[0-9]*.*")]
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), LIMIT_S, "the ranks to end")
+        wait_until(lambda: not any(self.tmp.iterdir()), LIMIT_S, "the temporary files to go")
 
     def finish(self) -> tuple[int, str]:
         """Status and output; no rank and no temporary file is left."""
@@ -245,13 +252,8 @@ def test_a_signal_to_the_command_ends_the_job_with_a_status_that_says_how(
 
 def test_a_command_that_is_killed_leaves_nothing(tmp_path: Path, warm: Warm) -> None:
     job = Started(tmp_path, warm.python, "--num_gpus", "2")
-    pids = job.round(0, 2)
-    job.process.kill()
-    job.process.wait()
-    end = time.monotonic() + LIMIT_S
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) or any(job.tmp.iterdir()):
-        assert time.monotonic() < end, (pids, list(job.tmp.iterdir()))
-        time.sleep(0.02)
+    job.round(0, 2)
+    job.kill()
 
 
 def test_a_command_that_is_killed_while_it_waits_for_nodes_leaves_nothing(tmp_path: Path, warm: Warm) -> None:
@@ -261,9 +263,4 @@ def test_a_command_that_is_killed_while_it_waits_for_nodes_leaves_nothing(tmp_pa
         port = str(free.getsockname()[1])
         job = Started(tmp_path, warm.python, *flags, "--master_addr", "127.0.0.1", "--master_port", port)
         job.until(lambda: any(job.tmp.iterdir()), "a temporary folder")
-        job.process.kill()
-        job.process.wait()
-    end = time.monotonic() + LIMIT_S
-    while any(job.tmp.iterdir()):
-        assert time.monotonic() < end, list(job.tmp.iterdir())
-        time.sleep(0.02)
+        job.kill()

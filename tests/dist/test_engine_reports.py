@@ -27,58 +27,48 @@ from tests.harness.training import here, make_config, outcome, start, train_step
 pytestmark = pytest.mark.timeout(60)
 
 
-def said(config: dict[str, Any]) -> list[str]:
-    """The log lines of one step under ``config``."""
+def said(config: dict[str, Any], steps: int = 4) -> list[str]:
+    """The log lines of so many steps under ``config``."""
     with logged(set_level=logging.INFO) as lines:
         case = case_named("plain")
         engine = start(case.build(), config)
-        for step in range(4):
+        for step in range(steps):
             train_step(engine, case, step)
         engine.destroy()
     return lines
 
 
 def test_dump_state_shows_the_resolved_configuration_and_the_units(pool2: RankPool) -> None:
-    first, second = pool2.run(said, make_config(3, dump_state=True, comet={"api_key": "not for the log"}))
+    first, second = pool2.run(said, make_config(3, dump_state=True, comet={"api_key": "not for the log"}), 1)
     (dump,) = [line for line in first if "dump_state" in line]
     assert "gradient_accumulation_steps = 1 (file)" in dump and "train_batch_size = 8 (derived)" in dump
-    assert (
-        "PARAM S device" in dump and "PARAM R device, GRAD S device" in dump and "group 0: " in dump and "lr=" in dump
-    )
+    assert "PARAM S device" in dump and "PARAM R device, GRAD S device" in dump
+    assert "group 0: " in dump and "lr=" in dump
     assert not any("dump_state" in line for line in second) and "not for the log" not in dump
 
 
 def test_the_first_line_says_what_is_sharded_and_what_keeps_the_rest_whole(pool1: RankPool, pool2: RankPool) -> None:
     def parts(stage: int, pool: RankPool = pool2, **keys: Any) -> str:
-        first = pool.run(said, make_config(stage, **keys))[0]
+        first = pool.run(said, make_config(stage, **keys), 0)[0]
         return next(line for line in first if "parameters in" in line).partition(" unit")[2].partition(", ZeRO")[0]
 
     assert parts(2) in ("", "s") and parts(3, pool1) in ("", "s")
     keeps = "; stage3_param_persistence_threshold 100,000 keeps "
     whole = {"stage": 3, "stage3_param_persistence_threshold": 100_000}
-    assert parts(3, zero_optimization=whole).endswith(" whole)") and keeps in parts(3, zero_optimization=whole)
+    said_of_whole = parts(3, zero_optimization=whole)
+    assert said_of_whole.endswith(" whole)") and keeps in said_of_whole
     assert "keeps" not in parts(3, zero_optimization={**whole, "stage3_param_persistence_threshold": 0})
 
 
-def test_memory_breakdown_reports_after_every_phase(pool1: RankPool) -> None:
-    (lines,) = pool1.run(said, make_config(0, memory_breakdown=True))
-    reports = [line for line in lines if "memory after" in line]
-    assert [
-        sum(f"memory after {phase}" in line for line in reports)
-        for phase in ("initialize", "forward", "backward", "step")
-    ] == [
-        1,
-        4,
-        4,
-        4,
-    ]
-    assert all("process RSS" in line for line in reports)
-
-
-def test_throughput_is_reported_with_the_progress(pool1: RankPool) -> None:
-    (lines,) = pool1.run(
-        said, make_config(0, steps_per_print=1, optimizer={"type": "SGD", "params": {"lr": 0.1 + 0.2}})
-    )
+def test_every_phase_has_its_memory_and_its_time_and_the_progress_its_throughput(pool1: RankPool) -> None:
+    rate = {"type": "SGD", "params": {"lr": 0.1 + 0.2}}
+    config = make_config(2, memory_breakdown=True, wall_clock_breakdown=True, steps_per_print=1, optimizer=rate)
+    (lines,) = pool1.run(said, config)
+    phases = ("initialize", "forward", "backward", "step")
+    assert [sum(f"memory after {phase}" in line for line in lines) for phase in phases] == [1, 4, 4, 4]
+    assert all("process RSS" in line for line in lines if "memory after" in line)
+    times = [line for line in lines if "time (ms)" in line]
+    assert times and all(phase in line for line in times for phase in phases[1:])
     assert sum("samples/s" in line for line in lines) == 2  # two updates warm up
     assert sum("lr=[0.3], mom=" in line for line in lines) == 4
     (lines,) = pool1.run(said, make_config(0, steps_per_print=1, timers={"throughput": {"enabled": False}}))
@@ -126,24 +116,12 @@ def test_the_newest_living_engine_sets_the_log_level(pool1: RankPool) -> None:
     assert pool1.run(levels_of_three) == [[logging.CRITICAL, logging.CRITICAL, logging.WARNING, logging.INFO]]
 
 
-def failed_start() -> tuple[bool, bool]:
-    level = logger.level
-    model = case_named("plain").build()
-    config = make_config(
-        0, log_level="error", disable_python_gc=True, optimizer={"type": "NoSuchOptimizer", "params": {}}
-    )
-    assert outcome(lambda: start(model, config))
-    return logger.level == level, gc.isenabled()
-
-
-def test_an_initialize_that_fails_leaves_the_process_as_it_was(pool1: RankPool) -> None:
-    assert pool1.run(failed_start) == [(True, True)]
-
-
-def logged_collectives() -> tuple[dict[str, int], dict[str, Any]]:
-    """Counts by op during one step of stage 3, and the summary."""
+def logged_collectives() -> tuple[dict[str, int], dict[str, Any], bool]:
+    """Counts by op during one step of stage 3, the summary, and whether an engine without the block logs anything."""
     try:
         case = case_named("plain")
+        said(make_config(3), steps=1)
+        by_default = comm.has_comm_data()
         engine = start(case.build(), make_config(3, comms_logger={"enabled": True, "debug": False}))
         comm.reset_log()
         train_step(engine, case, 0)
@@ -152,27 +130,16 @@ def logged_collectives() -> tuple[dict[str, int], dict[str, Any]]:
         summary = comm.log_summary(show_straggler=True, return_dict=True)
         engine.destroy()
         assert summary is not None and counts["reduce_scatter"] == expected
-        return counts, summary["summary"]["reduce_scatter"]
+        return counts, summary["summary"]["reduce_scatter"], by_default
     finally:
         comms_log.LOG.__init__()  # type: ignore[misc]
 
 
-def test_the_communication_log_holds_the_collectives_of_an_engine(pool2: RankPool) -> None:
-    for counts, sizes in pool2.run(logged_collectives):
+def test_the_communication_log_holds_the_collectives_of_an_engine_that_asks_for_it(pool2: RankPool) -> None:
+    for counts, sizes, by_default in pool2.run(logged_collectives):
         assert set(counts) == {"all_gather", "all_reduce", "reduce_scatter"}
         assert all(row["total_latency_ms"] > 0 and row["msg_size_bytes"] == size for size, row in sizes.items())
-
-
-def unlogged_by_default() -> bool:
-    case = case_named("plain")
-    engine = start(case.build(), make_config(3))
-    train_step(engine, case, 0)
-    engine.destroy()
-    return comm.has_comm_data()
-
-
-def test_without_the_block_nothing_is_logged(pool2: RankPool) -> None:
-    assert pool2.run(unlogged_by_default) == [False, False]
+        assert not by_default
 
 
 def summed(stage: int) -> float:
@@ -327,6 +294,9 @@ def generate_unevenly(stage: int) -> list[str]:
     faults = []
     inputs = case.batch(here(0))[0]
     train_step(engine, case, 0)
+    engine.eval()
+    if engine.training or engine.module.training:
+        faults.append("it trains after eval()")
     with torch.no_grad():
         expected = engine(inputs)
         with deepspeed.zero.unwrap_model_for_generation(engine) as whole:
@@ -335,12 +305,15 @@ def generate_unevenly(stage: int) -> list[str]:
                     faults.append("the unwrapped module computes something else")
     if stage == 3 and not any(isinstance(p, ReleasedFace) for p in engine.module.parameters()):
         faults.append("nothing was released afterwards")
+    engine.train()
+    if not (engine.training and engine.module.training):
+        faults.append("it does not train after train()")
     train_step(engine, case, 1)
     return faults
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_ranks_may_generate_different_lengths_inside_unwrap(pool2: RankPool, stage: int) -> None:
+def test_ranks_may_generate_different_lengths_inside_unwrap_and_modes_are_known(pool2: RankPool, stage: int) -> None:
     assert pool2.run(generate_unevenly, stage) == [[], []]
 
 
@@ -349,41 +322,17 @@ def test_readers_have_the_names_that_help_and_tracebacks_show() -> None:
         assert getattr(deepspeed.DeepSpeedEngine, name).__name__ == name
 
 
-def test_wall_clock_breakdown_logs_every_phase(pool1: RankPool) -> None:
-    (lines,) = pool1.run(said, make_config(2, wall_clock_breakdown=True, steps_per_print=1))
-    times = [line for line in lines if "time (ms)" in line]
-    assert times and all(phase in line for line in times for phase in ("forward", "backward", "step"))
-
-
-def missing(name: str) -> str:
+def missing(names: list[str]) -> list[str]:
     engine = start(case_named("plain").build(), make_config(0))
-    try:
-        getattr(engine, name)("somewhere")
-    except NotYetError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("name", ["train_batch", "eval_batch"])
-def test_parts_that_come_later_say_so_by_name(pool1: RankPool, name: str) -> None:
-    (said,) = pool1.run(missing, name)
-    assert name in said
-
-
-def modes() -> tuple[bool, ...]:
-    """``training`` of engine and module after eval() and train()."""
-    engine = start(torch.nn.Linear(4, 4), make_config(1))
-    engine.eval()
-    off = engine.training, engine.module.training
-    engine.train()
-    on = engine.training, engine.module.training
+    said = [outcome(lambda name=name: getattr(engine, name)("somewhere")) for name in names]
     engine.destroy()
-    return *off, *on
+    return said
 
 
-def test_the_engine_itself_knows_its_mode(pool2: RankPool) -> None:
-    """``engine.training`` follows ``eval()`` and ``train()``."""
-    assert pool2.run(modes) == [(False, False, True, True)] * 2
+def test_parts_that_come_later_say_so_by_name(pool1: RankPool) -> None:
+    names = ["train_batch", "eval_batch"]
+    for name, said in zip(names, pool1.run(missing, names)[0], strict=True):
+        assert NotYetError.__name__ in said and name in said
 
 
 # -- profiler names -------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 ordinary error ends it as ever.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -13,9 +12,9 @@ import pytest
 from deepspeed.client.comm.faults import _of_ended
 from deepspeed.comm.hang.explain import RankReport
 from deepspeed.comm.init import free_port
+from tests.harness.launched import RUNNER, environment
 from tests.harness.warm import RANKS, Warm
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = """
@@ -61,10 +60,9 @@ def _ended(folder: Path, python: str, fault: str, *, status: int = 1, **variable
     """Standard error of two ranks that end by ``fault``. ``python`` starts the launcher; without, torchrun does."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_"))}
-    env |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **variables}
-    command = [python, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
-    if python and fault in ("ends", "saves alone"):  # of which the launcher has nothing to tell
+    env = environment(**variables)
+    command = [python, *RUNNER, "--num_gpus", "2"]
+    if python and fault != "ctrl-c" and not variables:  # which a warm rank has read before
         env[RANKS] = python
     if not python:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
@@ -135,6 +133,7 @@ def test_ctrl_c_shows_the_lines_of_the_user_alone_and_once(tmp_path: Path, warm:
     assert err.count("KeyboardInterrupt") == 1 and "engine.py" not in err, err
 
 
+@pytest.mark.exhaustive  # the next one has it of a rank that saves
 def test_who_waits_for_a_rank_that_has_ended_says_which_and_when(tmp_path: Path, warm: Warm) -> None:
     err = _ended(tmp_path, warm.python, "ends")
     assert "rank 1 has ended after 3 updates: its script has ended" in err, err
@@ -145,6 +144,7 @@ def test_a_rank_that_saves_alone_is_told_that_all_have_to(tmp_path: Path, warm: 
     err = _ended(tmp_path, warm.python, "saves alone")
     assert "rank 1 has ended after 1 update: its script has ended. This rank waits for it in save_checkpoint()" in err
     assert "Every rank has to call save_checkpoint(), not one alone" in err and "batches" not in err, err
+    assert "peer" not in err and "engine.py" not in err, err
 
 
 def test_the_error_of_a_rank_that_has_failed_comes_without_advice_about_batches() -> None:

@@ -5,18 +5,19 @@ as if this one had not happened.
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from deepspeed.errors import DivergenceError, RankFailedError, UsageError
 from deepspeed.tools.verify.grads import full_parameters
 from deepspeed.zero.sync import failures
 from deepspeed.zero.unit import Unit
+from tests.dist.test_invariant_i8_errors import trained
 from tests.harness.cases import case_named
 from tests.harness.faults import Faults, InjectedFault, no_room
 from tests.harness.lockstep import equal, not_at_rest
@@ -36,7 +37,6 @@ class Outcome(NamedTuple):
 
     error: str
     late: bool
-    seconds: float
     same: bool
     restless: list[str]
 
@@ -80,28 +80,26 @@ def fault(place: str, engine: Any) -> contextlib.AbstractContextManager[Any]:
 
 def one_fails(place: str, config: dict[str, Any], before: int, fails: int = FAILS) -> Outcome:
     """``before`` good steps, one in which rank ``fails`` does, three good ones; against a run without that one."""
-    case = case_named("plain", accumulation=config["gradient_accumulation_steps"])
-    weights: list[dict[str, Tensor]] = []
-    raised, restless, seconds = "", [], 0.0
-    for attempt in range(2):
-        engine = start(case.build(), config)
-        for step in range(before):
-            train_step(engine, case, step)
-        if attempt:
-            mine = fault(place, engine) if dist.get_rank() == fails else contextlib.nullcontext()
-            started = time.monotonic()
-            try:
-                with mine:
-                    train_step(engine, case, 90)
-            except (RankFailedError, InjectedFault, torch.OutOfMemoryError) as error:
-                raised = f"{type(error).__name__}: {error}"
-            seconds = time.monotonic() - started
-            restless = not_at_rest(engine)
-        for step in range(before, before + 3):
-            train_step(engine, case, step)
-        weights.append(full_parameters(engine.module))
-        engine.destroy()
-    return Outcome(raised, too_long(started, 20.0), seconds, equal(*weights), restless)
+    case = case_named("plain")
+    raised, late, restless = "", False, list[str]()
+
+    def fail(engine: Any, step: int, micro: int) -> None:
+        nonlocal raised, late
+        if step != before:
+            return
+        mine = fault(place, engine) if dist.get_rank() == fails else contextlib.nullcontext()
+        started = time.monotonic()
+        try:
+            with mine:
+                train_step(engine, case, 90)
+        except (RankFailedError, InjectedFault, torch.OutOfMemoryError) as error:
+            raised = f"{type(error).__name__}: {error}"
+        late = too_long(started, 20.0)
+        restless.extend(not_at_rest(engine))
+
+    steps = before + 3
+    same = equal(trained(case, config, steps=steps), trained(case, config, fail, steps=steps))
+    return Outcome(raised, late, same, restless)
 
 
 PLACES = ["gather:1", "gather:3", "gather:6", "gather:8", "forward:inp", "forward:layers.1", "forward:head"]
@@ -123,24 +121,15 @@ def check(outcomes: list[Outcome], place: str, fails: int = FAILS) -> None:
         assert outcome.same and outcome.restless == [], outcome
 
 
-def some(*values: Any, kept: tuple[Any, ...]) -> list[Any]:
-    """``values`` as parameters, of which ``make test`` runs those that are ``kept``."""
-    marks = {False: [pytest.mark.exhaustive], True: []}
-    return [pytest.param(*value, marks=marks[value in kept]) for value in values]
-
-
 # stage, place, good steps before: by message, by prediction
 MATRIX = [(s, p, b) for s in STAGES for p in PLACES for b in (0, STEADY) if s == 3 or not p.startswith("gather")]
-KEPT = (
-    (3, "gather:3", 0),
-    (3, "gather:8", STEADY),
-    (0, "forward:layers.1", STEADY),
-    (3, "backward:layers.1", STEADY),
+
+
+@pytest.mark.in_make_test(
+    *("3-gather:3-0", f"3-gather:8-{STEADY}", f"3-forward:layers.1-{STEADY}", f"0-backward:layers.1-{STEADY}"),
+    *(f"2-reduce:2-{STEADY}", f"1-norm-{STEADY}", "3-collapse-0"),
 )
-KEPT += ((2, "reduce:2", STEADY), (1, "norm", STEADY), (3, "collapse", 0))
-
-
-@pytest.mark.parametrize(("stage", "place", "before"), some(*MATRIX, kept=KEPT))
+@pytest.mark.parametrize(("stage", "place", "before"), MATRIX)
 def test_the_others_hear_who_failed_and_all_go_on(pool2: RankPool, stage: int, place: str, before: int) -> None:
     check(pool2.run(one_fails, place, make_config(stage, zero=ZERO), before, time_limit=LIMIT), place)
 
@@ -168,10 +157,8 @@ ON_TIERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("tiers", "place", "before"),
-    some(*ON_TIERS, kept=(("all_on_a_drive", "gather:8", 0), ("all_on_host", "reduce:2", 0))),
-)
+@pytest.mark.in_make_test("all_on_a_drive-gather:8-0", "all_on_host-reduce:2-0")
+@pytest.mark.parametrize(("tiers", "place", "before"), ON_TIERS)
 def test_wherever_the_states_rest(pool2: RankPool, tmp_path: Any, tiers: str, place: str, before: int) -> None:
     check(pool2.run(one_fails, place, _offloaded(tiers, tmp_path), before, time_limit=LIMIT), place)
 
@@ -232,10 +219,8 @@ WINDOWS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("stage", "place", "before"),
-    some(*WINDOWS, kept=((1, "forward:head", 0), (3, "forward:head", 3), (2, "pack:3", 3))),
-)
+@pytest.mark.in_make_test("1-forward:head-0", "3-forward:head-3", "2-pack:3-3")
+@pytest.mark.parametrize(("stage", "place", "before"), WINDOWS)
 def test_all_ranks_go_on_at_the_same_place_of_the_window(pool2: RankPool, stage: int, place: str, before: int) -> None:
     (same, at, _), (other, elsewhere, _) = pool2.run(failed_window, stage, place, before, time_limit=LIMIT)
     assert same and other
@@ -267,32 +252,16 @@ def test_a_step_that_some_have_taken_and_others_not_is_named(pool2: RankPool, st
     assert "parts of two states" in after and "load a checkpoint" in after
 
 
-class SubGroup:
-    """An ``mpu`` whose data ways are all ranks, over a group of their own, which a test may break."""
-
-    def __init__(self) -> None:
-        self.group = dist.new_group(list(range(dist.get_world_size())))
-
-    def get_data_parallel_group(self) -> Any:
-        return self.group
-
-    def get_data_parallel_world_size(self) -> int:
-        return dist.get_world_size()
-
-    def get_data_parallel_rank(self) -> int:
-        return dist.get_rank()
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
+def over_a_group_of_its_own(config: dict[str, Any]) -> Any:
+    """An engine whose data ways are all ranks, over a group that a test may break."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    return start(case_named("plain").build(), config, mpu=SimpleNamespace(get_data_parallel_group=lambda: group))
 
 
 def no_memory_for_anything(before: int) -> tuple[str, str]:
     """A rank can gather nothing any more, not even as a dummy; what it and the others raise, also at the next batch."""
     case = case_named("plain")
-    engine = start(case.build(), make_config(3, zero=ZERO), mpu=SubGroup())
+    engine = over_a_group_of_its_own(make_config(3, zero=ZERO))
     for step in range(before):
         train_step(engine, case, step)
     errors = []
@@ -319,8 +288,7 @@ def test_a_rank_that_cannot_keep_its_word_is_named_too(pool2: RankPool, before: 
 def without_messages(place: str, *, alone: bool) -> tuple[list[str], bool]:
     """``assume_none``: what a batch in which one rank or all fail raises, and the next one; whether that went well."""
     case = case_named("plain")
-    config = make_config(3, zero={**ZERO, "divergence": "assume_none"})
-    engine = start(case.build(), config, mpu=SubGroup())
+    engine = over_a_group_of_its_own(make_config(3, zero={**ZERO, "divergence": "assume_none"}))
     train_step(engine, case, 0)
     errors = []
     for step in (90, 91):
@@ -353,26 +321,22 @@ def test_without_messages_a_rank_that_skips_alone_is_refused_and_named(pool2: Ra
 
 def _takes_one_micro_batch_more(stage: int) -> str:
     """On one rank, where by prediction all step; what each rank raises."""
-    failures._LOUD_AFTER_S, failures._DOUBT_S = 0.2, 1.0
-    try:
-        torch.manual_seed(0)
-        config = make_config(stage, zero=ZERO)
-        engine = start(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))), config)
+    case = case_named("plain")
+    with patch.multiple(failures, _LOUD_AFTER_S=0.2, _DOUBT_S=1.0):
+        engine = start(case.build(), make_config(stage, zero=ZERO))
         try:
             for step in range(STEADY + 3):
                 for _ in range(2 if step == STEADY and dist.get_rank() == FAILS else 1):
-                    engine.backward(engine(torch.ones(2, 8)).square().mean())
+                    engine.backward(case.seeded_loss(engine, here(step))[0])
                 engine.step()
         except (DivergenceError, RankFailedError) as error:
             with pytest.raises(UsageError, match="it cannot go on"):
-                engine(torch.ones(2, 8))
+                case.seeded_loss(engine, here(0))
             return f"{type(error).__name__}: {error}"
         finally:
             with contextlib.suppress(RuntimeError):  # its groups are closed
                 engine.destroy()
-        return ""
-    finally:
-        failures._LOUD_AFTER_S, failures._DOUBT_S = 2.0, 300.0
+    return ""
 
 
 @pytest.mark.in_make_test("3")

@@ -17,7 +17,7 @@ from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start
 
 pytestmark = pytest.mark.timeout(120)
-BATCH, LENGTH = 4, 16
+BATCH, LENGTH, STEPS = 4, 16, 3
 SHAPE = Shape(width=32, blocks=2, heads=4, inner=64, vocabulary=50, positions=16, key_heads=2, gated=True)
 
 
@@ -27,58 +27,51 @@ def by_hand() -> int:
     return 3 * BATCH * LENGTH * (2 * weights + SHAPE.blocks * 4 * LENGTH * 32)
 
 
-def trained(block: dict[str, Any], *, steps: int = 4, recompute: bool = False, compiled: bool = False, **changes: Any):
-    """The profile's figures by part, the mean over ranks, and the log."""
-    torch.manual_seed(5)
-    figures: list[Any] = []
-
-    def run() -> None:
-        model = Decoder(SHAPE, recompute=recompute)
-        stage = changes.pop("stage", 3)
+def trained(block: dict[str, Any], *, recompute: bool = False, compiled: bool = False, stage: int = 3, **changes: Any):
+    """The profile's figures by part, the mean over ranks, whether it has been made, and the log."""
+    with logged(set_level=logging.INFO) as lines:
+        torch.manual_seed(5)
         config = make_config(stage, flops_profiler={"enabled": True, **block}, **changes)
-        engine = start(model, config)
+        engine = start(Decoder(SHAPE, recompute=recompute), config)
         if compiled:
             engine.compile(backend="eager")
-        for step in range(steps):
+        for step in range(STEPS):
             for _ in range(changes.get("gradient_accumulation_steps", 1)):
-                tokens = torch.randint(50, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
-                engine.backward(engine(tokens))
+                engine.backward(engine(tokens(step)))
                 engine.step()
         profile = engine.step_profile
-        figures.append((profile.profiler.profile().totals, profile.flops_per_update, profile.state.value))
+        figures = profile.profiler.profile().totals, profile.flops_per_update, profile.state.value
         engine.destroy()
+    return (*figures, lines)
 
-    with logged(set_level=logging.INFO) as lines:
-        run()
-    return (*figures[0], lines)
+
+def tokens(step: int) -> torch.Tensor:
+    return torch.randint(50, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recompute": {"recompute": True},
+    "compiled": {"compiled": True},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "stage 1": {"stage": 1},
+}
 
 
 @pytest.mark.in_make_test("recompute", "compiled", "accumulation")
-@pytest.mark.parametrize("how", ["plain", "recompute", "compiled", "accumulation", "stage 1"])
+@pytest.mark.parametrize("how", WAYS)
 def test_an_engine_counts_what_the_formula_says(pool2: RankPool, how: str) -> None:
-    changes: dict[str, Any] = {
-        "plain": {},
-        "recompute": {"recompute": True},
-        "compiled": {"compiled": True},
-        "accumulation": {"gradient_accumulation_steps": 2},
-        "stage 1": {"stage": 1},
-    }[how]
-    micros = changes.get("gradient_accumulation_steps", 1)
-    for totals, per_update, state, _ in pool2.run(run_of, {}, changes):
+    micros = WAYS[how].get("gradient_accumulation_steps", 1)
+    for totals, per_update, state, _ in pool2.run(trained, {}, **WAYS[how]):
         assert state == "done" and per_update == pytest.approx(by_hand() * micros, rel=0.02)
         assert totals["backward"] == pytest.approx(2 * totals["forward"], rel=0.02)
         blocks = totals["recomputed"] / totals["forward"]
         assert 0.5 < blocks < 1.05 if how == "recompute" else blocks < 0.1
 
 
-def run_of(block: dict[str, Any], changes: dict[str, Any]):
-    return trained(block, **changes)
-
-
 def test_the_report_is_said_once_by_the_first_rank(pool2: RankPool) -> None:
-    (_, _, _, first), (_, _, _, second) = pool2.run(
-        run_of, {"peak_tflops": 0.001, "top_modules": 2, "module_depth": 2}, {}
-    )
+    block = {"peak_tflops": 0.001, "top_modules": 2, "module_depth": 2}
+    (*_, first), (*_, second) = pool2.run(trained, block)
     (report,) = [line for line in first if "Flops profile of update 2, rank 0" in line]
     assert "blocks" in report and "MFU " in report and "of 1.000 GFLOPS/s" in report and "all 2 ranks" in report
     assert "forward " in report and "backward " in report and "step " in report
@@ -89,16 +82,16 @@ def test_the_report_is_said_once_by_the_first_rank(pool2: RankPool) -> None:
 
 def test_a_short_report_goes_into_a_file(pool2: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "folder" / "profile.txt"
-    results = pool2.run(run_of, {"output_file": str(path), "detailed": False, "profile_step": 0}, {})
+    results = pool2.run(trained, {"output_file": str(path), "detailed": False, "profile_step": 0})
     text = path.read_text()
     assert "Flops profile of update 1" in text and "Every module" not in text and "MFU" in text
     assert sum(str(path) in line for *_, lines in results for line in lines) == 1
 
 
 def test_a_profile_that_is_never_due_is_said_at_the_end(pool2: RankPool) -> None:
-    (*_, first), (*_, second) = pool2.run(run_of, {"profile_step": 9}, {})
+    (*_, first), (*_, second) = pool2.run(trained, {"profile_step": 9})
     (said,) = [line for line in first if "flops_profiler.profile_step 9" in line]
-    assert "ended after 4 updates" in said and not any("profile_step 9" in line for line in second)
+    assert f"ended after {STEPS} updates" in said and not any("profile_step 9" in line for line in second)
 
 
 def refused(path: str) -> str:
@@ -113,18 +106,16 @@ def test_a_file_that_cannot_be_written_is_refused_at_the_start(pool2: RankPool, 
 
 
 def same_numbers() -> float:
-    """The largest difference that a profile makes to the parameters after four steps."""
+    """The largest difference that a profile makes to the parameters."""
     results = []
     for enabled in (False, True):
         torch.manual_seed(5)
-        model = Decoder(SHAPE)
-        engine = start(model, make_config(1, flops_profiler={"enabled": enabled}))
-        for step in range(4):
-            tokens = torch.randint(50, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
-            engine.backward(engine(tokens))
+        engine = start(Decoder(SHAPE), make_config(1, flops_profiler={"enabled": enabled}))
+        for step in range(STEPS):
+            engine.backward(engine(tokens(step)))
             engine.step()
+        results.append(torch.cat([p.detach().flatten() for p in engine.module.parameters()]))
         engine.destroy()
-        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     return float((results[0] - results[1]).abs().max())
 
 

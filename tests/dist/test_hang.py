@@ -1,11 +1,9 @@
 """A job that stands still ends by itself within the limit and five seconds, and says which rank is why, and where."""
 
-import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -13,26 +11,20 @@ import pytest
 
 from deepspeed.comm.init import free_port
 from deepspeed.errors import JobHungError
+from tests.harness.launched import RUNNER, environment
 from tests.harness.patience import slowdown
 from tests.harness.stuck import SCRIPT, WORDS, ends_at_once
 from tests.harness.warm import Warm
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 2.0  # on an idle machine; the ranks start apart by more on a busy one
 START_S = 120.0
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.exhaustive]
 
 
-@pytest.fixture(scope="module")
-def python(warm: Warm) -> Iterator[str]:
-    yield warm.python
-
-
-def _run(command: list[str], folder: Path, **variables: str) -> tuple[int, str, float]:
+def _run(command: list[str], folder: Path) -> tuple[int, str, float]:
     """Status, standard error, and seconds from the fault to the end; nothing of the job may be left."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_"))}
-    env |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **variables}
-    process = subprocess.Popen(command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=folder, env=environment(), **pipes)
     try:
         _, err = process.communicate(timeout=START_S)
     finally:
@@ -52,9 +44,9 @@ def _in_time(seconds: float, limit: str) -> bool:
     return seconds <= float(limit) + 5 or seconds <= float(limit) + 5 * slowdown()
 
 
-def _diagnose(fault: str, ranks: int, folder: Path, python: str) -> str:
+def _diagnose(fault: str, ranks: int, folder: Path, warm: Warm) -> str:
     limit = _limit()
-    command = [python, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), "--hang_timeout", limit]
+    command = [warm.python, *RUNNER, "--num_gpus", str(ranks), "--hang_timeout", limit]
     status, err, seconds = _run([*command, SCRIPT, fault, "--folder", str(folder)], folder)
     assert _in_time(seconds, limit), f"{seconds:.1f} s after the fault\n{err}"
     if ends_at_once(fault, status, err):
@@ -68,22 +60,19 @@ def _diagnose(fault: str, ranks: int, folder: Path, python: str) -> str:
     return report
 
 
-@pytest.mark.exhaustive
-def test_an_endless_loop_is_named_with_module_and_line(tmp_path: Path, python: str) -> None:
-    report = _diagnose("loops", 2, tmp_path, python)
+def test_an_endless_loop_is_named_with_module_and_line(tmp_path: Path, warm: Warm) -> None:
+    report = _diagnose("loops", 2, tmp_path, warm)
     assert report.index("rank 1 ") < report.index("rank 0 "), "the rank that is why comes first"
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("fault", [fault for fault in WORDS if fault != "loops"])
-def test_every_fault_is_named_in_time(fault: str, ranks: int, tmp_path: Path, python: str) -> None:
-    report = _diagnose(fault, ranks, tmp_path, python)
+def test_every_fault_is_named_in_time(fault: str, ranks: int, tmp_path: Path, warm: Warm) -> None:
+    report = _diagnose(fault, ranks, tmp_path, warm)
     if fault.startswith("raises"):
         assert report.rstrip().endswith("ValueError: the data is bad"), "the first error is printed last"
 
 
-@pytest.mark.exhaustive
 def test_under_torchrun_by_the_configuration(tmp_path: Path) -> None:
     limit, port = _limit(), str(free_port())
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
@@ -93,13 +82,12 @@ def test_under_torchrun_by_the_configuration(tmp_path: Path) -> None:
     assert _in_time(seconds, limit), f"{seconds:.1f} s after the fault\n{err}"
 
 
-@pytest.mark.exhaustive
 def test_without_a_launcher_and_with_the_store_gone(tmp_path: Path) -> None:
     """Rank 0 keeps the store itself and is stopped, so that nobody can be asked."""
     port, jobs = str(free_port()), []
     for rank in range(2):
-        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-        env |= {"MASTER_PORT": port, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "DS_HANG_TIMEOUT": _limit()}
+        env = environment(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), DS_HANG_TIMEOUT=_limit())
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         command = [sys.executable, SCRIPT, "stops", "--folder", str(tmp_path), "--rank", "0"]
         jobs.append(subprocess.Popen(command, env=env, text=True, stderr=subprocess.PIPE))
     try:
@@ -112,10 +100,8 @@ def test_without_a_launcher_and_with_the_store_gone(tmp_path: Path) -> None:
     assert "rank 1" in err and "store does not answer" in err, err
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("fault", ["none"])
-def test_ranks_that_work_alone_for_longer_are_no_hang(fault: str, tmp_path: Path, python: str) -> None:
-    command = [python, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--hang_timeout", "1"]
-    command += [SCRIPT, fault, "--folder", str(tmp_path), "--pause", "4"]
+def test_ranks_that_work_alone_for_longer_are_no_hang(tmp_path: Path, warm: Warm) -> None:
+    command = [warm.python, *RUNNER, "--num_gpus", "2", "--hang_timeout", "1"]
+    command += [SCRIPT, "none", "--folder", str(tmp_path), "--pause", "4"]
     status, err, _ = _run(command, tmp_path)
     assert status == 0, err

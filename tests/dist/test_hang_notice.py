@@ -1,6 +1,5 @@
 """By default a job that stands still is told where its ranks wait, once, and goes on; no collective costs more."""
 
-import os
 import re
 import subprocess
 import threading
@@ -12,17 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import deepspeed
 from deepspeed.comm.hang import watch as hang
 from deepspeed.comm.hang.explain import explain
 from deepspeed.comm.hang.stacks import WATCHERS
 from tests.harness.experts import Stacked, tokens_of
+from tests.harness.launched import RUNNER, environment
 from tests.harness.patience import slowdown
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start
 from tests.harness.warm import RANKS, Warm
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(300)
 
 ALONE = """
@@ -48,10 +46,8 @@ engine.destroy()
 def test_a_rank_alone_in_save_checkpoint_is_told_that_every_rank_must_call_it(tmp_path: Path, warm: Warm) -> None:
     script = tmp_path / "train.py"
     script.write_text(ALONE)
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_"))}
-    env |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", RANKS: warm.python}
-    env["DS_HANG_NOTICE"] = f"{1.5 * min(slowdown(), 5):.1f}"
-    command = [warm.python, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", str(script)]
+    env = environment(DS_HANG_NOTICE=f"{1.5 * min(slowdown(), 5):.1f}", **{RANKS: warm.python})
+    command = [warm.python, *RUNNER, "--num_gpus", "2", str(script)]
     process = subprocess.Popen(command, cwd=tmp_path, env=env, text=True, stderr=subprocess.PIPE)
     lines: list[str] = []
 
@@ -80,40 +76,27 @@ def test_a_rank_alone_in_save_checkpoint_is_told_that_every_rank_must_call_it(tm
     assert (tmp_path / "ckpt" / "latest").is_file()
 
 
-def _by_default() -> tuple[list[str], int, list[bool]]:
-    """Names of the watch's threads, how many listen to the engine's groups, and whether a watch ends the job."""
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
-    engine = deepspeed.initialize(model=nn.Linear(4, 4), config=config)[0]
+def _watched(limit_s: float | None) -> tuple[list[str], list[bool], bool]:
+    """Names of the threads that watch an engine with this limit, whether their watch ends the job, and whether it
+    listens to the engine's groups.
+    """
+    engine = start(nn.Linear(4, 4), make_config(3, hang_timeout=limit_s))
     engine.backward(engine(torch.randn(2, 4)).sum())
     engine.step()
     names = sorted(t.name for t in threading.enumerate() if t.name.startswith(WATCHERS))
-    listeners = sum(len(group.ledger) for group in (engine.mesh.job, engine.mesh.zero, *engine.mesh.groups))
-    living = [each.ends for each in hang._WATCHES if not each.ended]
+    living = [each for each in hang._WATCHES if not each.ended]
     # A busy machine needs more than a beat for an exchange: else its store would be called dead.
-    assert all(each._alone_s >= 5 * each._beat_s for each in hang._WATCHES if not each.ended)
+    assert all(each._alone_s >= 5 * each._beat_s for each in living if not each.ends)
+    listens = any(group.ledger for group in (engine.mesh.job, engine.mesh.zero, *engine.mesh.groups))
+    ends = [each.ends for each in living]
     engine.destroy()
-    return names, listeners, living
+    return names, ends, listens
 
 
-def test_by_default_a_watch_looks_and_listens_to_no_collective(pool2: RankPool) -> None:
-    for names, listeners, living in pool2.run(_by_default):
-        assert names == [f"{WATCHERS}-look", f"{WATCHERS}-talk"] and listeners == 0 and living == [False]
-
-
-def _with_a_limit() -> tuple[list[bool], list[bool]]:
-    """Which watches live while an engine has a limit, and which of its groups are listened to."""
-    config = {"train_micro_batch_size_per_gpu": 2, "hang_timeout": 600}
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
-    engine = deepspeed.initialize(model=nn.Linear(4, 4), config=config)[0]
-    living = [each.ends for each in hang._WATCHES if not each.ended]
-    listened = [bool(engine.mesh.job.ledger)]
-    engine.destroy()
-    return living, listened
-
-
-def test_a_limit_replaces_the_watch_that_only_tells(pool2: RankPool) -> None:
-    assert pool2.run(_with_a_limit) == [([True], [True])] * 2
+def test_by_default_a_watch_looks_and_listens_to_no_collective_and_a_limit_replaces_it(pool2: RankPool) -> None:
+    names = [f"{WATCHERS}-look", f"{WATCHERS}-talk"]
+    assert pool2.run(_watched, None) == [(names, [False], False)] * 2
+    assert [watched[1:] for watched in pool2.run(_watched, 600)] == [([True], True)] * 2
 
 
 def _exchange_without_the_other(key: str) -> str:

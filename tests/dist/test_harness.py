@@ -1,6 +1,5 @@
 """The harness itself: results in rank order, every traceback shown, hangs and crashes end fast, the pool recovers."""
 
-import importlib
 import multiprocessing
 import os
 import signal
@@ -16,10 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from deepspeed.tools.verify import ranks
-from tests.harness.faults import Faults, InjectedFault, modules_replaced
 from tests.harness.patience import slowdown, too_long
 from tests.harness.pool import RankFailure, RankPool
 from tests.harness.spy import CollectiveSpy
@@ -50,11 +47,8 @@ def _die_on(rank: int) -> None:
     dist.barrier()
 
 
-def test_results_come_in_rank_order(pool2: RankPool) -> None:
+def test_results_come_in_rank_order_and_a_traceback_names_its_rank(pool2: RankPool) -> None:
     assert pool2.run(_sum_of_ranks, 1) == [(0, 3.0), (1, 3.0)]
-
-
-def test_a_traceback_names_its_rank_and_the_pool_recovers(pool2: RankPool) -> None:
     with pytest.raises(RankFailure) as failure:
         pool2.run(_raise_on, 1)
     assert failure.value.types == {1: "ValueError"}
@@ -96,18 +90,15 @@ def test_a_killed_command_leaves_neither_ranks_nor_files(tmp_path: Path) -> None
     assert not left
 
 
-def test_a_hang_ends_within_its_limit_and_shows_the_stack() -> None:
-    started = time.monotonic()
-    with RankPool(2) as pool, pytest.raises(RankFailure) as failure:
-        pool.run(_sum_of_ranks, 0)
-        pool.run(_hang_on, 1, time_limit=2 * slowdown())  # enough for the rank that answers
-    assert failure.value.types == {0: "hung"}
-    assert "_hang_on" in str(failure.value)
-    assert not too_long(started, 30)
-
-
-def test_a_killed_rank_is_reported() -> None:
+def test_a_hang_and_a_killed_rank_are_named_and_the_pool_goes_on() -> None:
     with RankPool(2) as pool:
+        pool.run(_sum_of_ranks, 0)
+        started = time.monotonic()
+        with pytest.raises(RankFailure) as failure:
+            pool.run(_hang_on, 1, time_limit=2 * slowdown())  # enough for the rank that answers
+        assert not too_long(started, 30)
+        assert failure.value.types == {0: "hung"}
+        assert "_hang_on" in str(failure.value), "and shows the stack"
         with pytest.raises(RankFailure) as failure:
             pool.run(_die_on, 0)
         assert failure.value.types[0] == "died"
@@ -133,31 +124,6 @@ def test_spy_records_name_bytes_dtype_and_group(pool2: RankPool) -> None:
         ("all_reduce", 12, "torch.float32", 2),
         ("broadcast", 8, "torch.float32", 2),
     ]
-
-
-def test_faults_fire_where_and_when_they_are_told() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    faults = Faults(model, rank=0)
-    with faults:
-        faults.raise_in("1", phase="forward", step=1, rank=0)
-        faults.raise_in("0", phase="backward", step=2, rank=0)
-        faults.nan_gradient("0.weight", step=3, rank=0)
-        faults.raise_in("0", phase="forward", step=4, rank=1)
-        model(torch.ones(1, 2)).sum().backward()
-        faults.step = 1
-        with pytest.raises(InjectedFault, match="forward of '1'"):
-            model(torch.ones(1, 2))
-        faults.step = 2
-        with pytest.raises(InjectedFault, match="backward of '0'"):
-            model(torch.ones(1, 2)).sum().backward()
-        faults.step = 3
-        model.zero_grad()
-        model(torch.ones(1, 2)).sum().backward()
-        assert model[0].weight.grad.isnan().all() and not model[1].weight.grad.isnan().any()
-        faults.step = 4
-        model(torch.ones(1, 2))
-    faults.step = 1
-    model(torch.ones(1, 2))
 
 
 # -- planted faults ----------------------------------------------------------------------------------------------
@@ -196,13 +162,3 @@ def test_an_interrupted_replay_leaves_nothing(tmp_path: Path) -> None:
     _, err = replaying.communicate(timeout=60)
     assert replaying.returncode == 128 + signal.SIGINT and b"Traceback" not in err, err
     assert not list(tmp_path.iterdir())
-
-
-def test_a_replaced_module_forgets_nothing_that_was_imported_meanwhile() -> None:
-    sys.modules.pop("colorsys", None)
-    with modules_replaced({"colorsys_of_nobody": None}):
-        import colorsys
-
-        with pytest.raises(ImportError):
-            importlib.import_module("colorsys_of_nobody")
-    assert sys.modules["colorsys"] is colorsys and "colorsys_of_nobody" not in sys.modules

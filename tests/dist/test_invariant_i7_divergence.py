@@ -3,6 +3,7 @@ quickly.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
-from deepspeed.errors import DivergenceError, RankFailedError
+from deepspeed.errors import DivergenceError
 from deepspeed.tools.verify.grads import full_parameters
 from deepspeed.tools.verify.models import (
     HIDDEN,
@@ -25,7 +26,6 @@ from deepspeed.tools.verify.models import (
     regression_batch,
     seeded,
 )
-from tests.harness.faults import Faults, InjectedFault
 from tests.harness.lockstep import TOLERANCE, Lockstep, not_at_rest
 from tests.harness.patience import too_long
 from tests.harness.pool import RankPool
@@ -99,36 +99,36 @@ def route_of(scenario: str, step: int, rank: int) -> Route:
     return row[step % len(row)]
 
 
-@dataclass(frozen=True)
-class RoutedLoss:
-    """The loss of one scenario: every rank and step takes its own route."""
+def routed(route: Callable[[MicroBatch], Route]) -> Case:
+    """A regression in which every rank takes the route of its place."""
 
-    scenario: str
-
-    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor], place: MicroBatch) -> list[Tensor]:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor], place: MicroBatch) -> list[Tensor]:
         x, y = batch
-        return [(model(x, route_of(self.scenario, place.step, place.rank)) - y).square().mean()]
+        return [(model(x, route(place)) - y).square().mean()]
+
+    return Case("routed", seeded(Router), regression_batch, loss)
 
 
 def _case(scenario: str) -> Case:
-    return Case(scenario, seeded(Router), regression_batch, RoutedLoss(scenario))
+    return routed(lambda place: route_of(scenario, place.step, place.rank))
 
 
-def trained(scenario: str, config: dict[str, Any], *, with_eval: bool) -> tuple[float, str, list[str]]:
+SAME = routed(lambda _: ALL)
+
+
+def trained(scenario: str, config: dict[str, Any], *, with_eval: bool) -> tuple[float, str]:
     pair = Lockstep(_case(scenario), config)
     for step in range(4):
         if with_eval:
             x = pair.case.batch(here(step))[0]
             route = route_of(scenario, step + 1, dist.get_rank())
             with torch.no_grad():
-                pair.note(
-                    float((pair.engine.eval()(x, route) - pair.plain(x, route)).abs().max()),
-                    f"evaluation before step {step}",
-                )
+                error = float((pair.engine.eval()(x, route) - pair.plain(x, route)).abs().max())
+            pair.note(error, f"evaluation before step {step}")
             pair.engine.train()
         pair.step(step)
-    restless = not_at_rest(pair.engine)
-    return *pair.finish(), restless
+    assert not_at_rest(pair.engine) == []
+    return pair.finish()
 
 
 @pytest.mark.in_make_test(
@@ -140,11 +140,9 @@ def trained(scenario: str, config: dict[str, Any], *, with_eval: bool) -> tuple[
 @pytest.mark.parametrize("with_eval", [False, True], ids=["train", "train_and_eval"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_invariant_i7_ranks_may_diverge(pool2: RankPool, scenario: str, with_eval: bool) -> None:
-    for error, worst, restless in pool2.run(
-        trained, scenario, make_config(3, zero=ZERO), with_eval=with_eval, time_limit=LIMIT
-    ):
+    config = make_config(3, zero=ZERO)
+    for error, worst in pool2.run(trained, scenario, config, with_eval=with_eval, time_limit=LIMIT):
         assert error <= TOLERANCE, worst
-        assert restless == []
 
 
 OTHER_PLANS: dict[str, dict[str, Any]] = {
@@ -160,32 +158,24 @@ OTHER_PLANS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("scenario", ["skip_both_later", "disjoint_experts", "nothing_in_common", "twice"])
 def test_invariant_i7_under_other_plans(request: pytest.FixtureRequest, scenario: str, plan: str, world: int) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
-    for error, worst, restless in pool.run(trained, scenario, OTHER_PLANS[plan], with_eval=True, time_limit=LIMIT):
+    for error, worst in pool.run(trained, scenario, OTHER_PLANS[plan], with_eval=True, time_limit=LIMIT):
         assert error <= TOLERANCE, worst
-        assert restless == []
 
 
 def accumulated(scenario: str, stage: int) -> float:
-    """Four micro-batches per step, each on its own route, through no_sync or the engine's window."""
-    case = _case(scenario)
-    world = dist.get_world_size()
-    plain = case.build()
-    for rank in range(world):
-        for micro in range(4):
-            x, y = case.batch(MicroBatch(0, micro, rank, world))
-            ((plain(x, route_of(scenario, micro, rank)) - y).square().mean() / (4 * world)).backward()
-    engine = start(case.build(), make_config(stage, zero=ZERO, gradient_accumulation_steps=4))
+    """Four micro-batches per step, each on its own route, through the engine's window."""
+    case, world = routed(lambda place: route_of(scenario, place.micro, place.rank)), dist.get_world_size()
+    pair = Lockstep(case, make_config(stage, zero=ZERO, gradient_accumulation_steps=4))
     for micro in range(4):
-        x, y = case.batch(here(0, micro))
-        engine.backward((engine(x, route_of(scenario, micro, dist.get_rank())) - y).square().mean())
+        for rank in range(world):
+            (case.seeded_loss(pair.plain, MicroBatch(0, micro, rank, world))[0] / (4 * world)).backward()
+        pair.engine.backward(case.seeded_loss(pair.engine, here(0, micro))[0])
         if micro < 3:
-            engine.step()
-    pair = Lockstep.__new__(Lockstep)
-    pair.engine, pair.plain, pair.error, pair.worst = engine, plain, 0.0, ""
-    for param in plain.parameters():
+            pair.engine.step()
+    for param in pair.plain.parameters():
         param.grad = torch.zeros_like(param) if param.grad is None else param.grad
     pair.compare_gradients(0)
-    engine.step()
+    pair.engine.step()
     return pair.finish()[0]
 
 
@@ -204,11 +194,10 @@ def collectives_of_the_user(scenario: str) -> list[float]:
     engine = start(case.build(), make_config(3, zero=ZERO))
     seen = []
     for step in range(2):
-        x, y = case.batch(here(step))
         with torch.no_grad():
-            value = engine(x, route_of(scenario, step, dist.get_rank())).sum()
+            (value,) = case.seeded_loss(engine, here(step))
         dist.all_reduce(value)
-        loss = (engine(x, route_of(scenario, step, dist.get_rank())) - y).square().mean()
+        (loss,) = case.seeded_loss(engine, here(step))
         dist.all_reduce(shown := loss.detach().clone())
         engine.backward(loss)
         dist.barrier()
@@ -216,7 +205,7 @@ def collectives_of_the_user(scenario: str) -> list[float]:
         seen += [float(value), float(shown)]
     # The last thing a job does: some ranks evaluate one part more than others, then all meet.
     with torch.no_grad():
-        engine(x, route_of(scenario, 0, dist.get_rank()))
+        case.seeded_loss(engine, here(0))
     dist.barrier()
     engine.destroy()
     return seen
@@ -255,20 +244,15 @@ def refused(scenario: str, phase: str) -> tuple[str, bool, float]:
     """What an engine in mode "error" says at the diverging step, whether that took long, and the error of a clean step
     afterwards.
     """
-    case = _case(scenario)
-    pair = Lockstep(_case("twice"), make_config(3, zero={**ZERO, "divergence": "error"}))
-    pair.case = Case("same", case.build, case.batch, _same_route)
+    pair = Lockstep(SAME, make_config(3, zero={**ZERO, "divergence": "error"}))
     pair.step(0)
-    x, y = case.batch(here(1))
-    route = route_of(scenario, 0, dist.get_rank())
     started = time.monotonic()
     said = ""
     try:
-        if phase == "eval":
-            with torch.no_grad():
-                pair.engine(x, route)
-        else:
-            pair.engine.backward((pair.engine(x, route) - y).square().mean())
+        with torch.set_grad_enabled(phase == "train"):
+            (loss,) = _case(scenario).seeded_loss(pair.engine, here(1))
+        if phase == "train":
+            pair.engine.backward(loss)
             pair.engine.step()
     except DivergenceError as error:
         said = str(error)
@@ -292,58 +276,34 @@ SURPRISES = {
 }
 
 
-@dataclass(frozen=True)
-class SurprisingLoss:
-    """The loss where the last rank surprises the others in step ``STEADY``; with ``shared``, a collective follows each
-    forward.
+def surprising(name: str) -> Case:
+    """The last rank surprises the others in step ``STEADY``."""
+    usual, surprise = SURPRISES[name]
+    return routed(lambda place: surprise if place.step == STEADY and place.rank == place.world - 1 else usual)
+
+
+def surprised(name: str, config: dict[str, Any], *, shared: bool = False) -> tuple[float, str, list[int]]:
+    """Through the surprise: the largest error, where, and the messages of each forward and backward; with ``shared``, a
+    collective of the user's lies between them.
     """
-
-    name: str
-    shared: bool = False
-
-    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor], place: MicroBatch) -> list[Tensor]:
-        usual, surprise = SURPRISES[self.name]
-        x, y = batch
-        loss = (
-            (model(x, surprise if place.step == STEADY and place.rank == place.world - 1 else usual) - y)
-            .square()
-            .mean()
-        )
-        if self.shared and getattr(model, "is_engine", False):
-            dist.all_reduce(loss.detach().clone())
-        return [loss]
-
-
-def surprised(
-    name: str, config: dict[str, Any], *, shared: bool = False, engines: int = 1
-) -> tuple[float, str, list[list[int]]]:
-    """Engines side by side through the surprise; the largest error, where, and each one's messages per forward and
-    backward.
-    """
-    case = Case(name, seeded(Router), regression_batch, SurprisingLoss(name, shared))
-    pairs = [Lockstep(case, config) for _ in range(engines)]
-    messages: list[list[int]] = [[] for _ in pairs]
-    for pair in pairs:
-        object.__setattr__(pair.engine, "is_engine", True)
+    case = surprising(name)
+    pair = Lockstep(case, config)
+    messages: list[int] = []
     for step in range(LATE):
-        before = [pair.engine.runtime.agreement.rounds for pair in pairs]
-        losses = [case.loss(pair.engine, case.batch(here(step)), here(step))[0] for pair in pairs]
-        for pair, loss in zip(pairs, losses, strict=True):
-            pair.engine.backward(loss)
-        for pair, row, start_ in zip(pairs, messages, before, strict=True):
-            row.append(pair.engine.runtime.agreement.rounds - start_)
-        for pair in pairs:
-            pair.plain_backward(step)
-            pair.compare_gradients(step)
-            pair.engine.step()
-            pair.optimizer.step()
-            pair.optimizer.zero_grad()
-            pair.compare_parameters(step)
-            assert not_at_rest(pair.engine) == []
-    error, worst = max((pair.error, pair.worst) for pair in pairs)
-    for pair in pairs:
-        pair.finish()
-    return error, worst, messages
+        before = pair.engine.runtime.agreement.rounds
+        (loss,) = case.seeded_loss(pair.engine, here(step))
+        if shared:
+            dist.all_reduce(loss.detach().clone())
+        pair.engine.backward(loss)
+        messages.append(pair.engine.runtime.agreement.rounds - before)
+        pair.plain_backward(step)
+        pair.compare_gradients(step)
+        pair.engine.step()
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        pair.compare_parameters(step)
+        assert not_at_rest(pair.engine) == []
+    return *pair.finish(), messages
 
 
 SEVERAL = {"3": ({**ZERO, "stage": 3}, 2), "3-of-three": ({**ZERO, "stage": 3}, 3)}
@@ -358,7 +318,7 @@ SEVERAL |= {str(stage): ({"stage": stage, "reduce_bucket_size": 50}, 2) for stag
 def test_invariant_i7_a_surprise_after_predictions(request: pytest.FixtureRequest, name: str, plan: str) -> None:
     zero, world = SEVERAL[plan]
     pool: RankPool = request.getfixturevalue(f"pool{world}")
-    for error, worst, (messages,) in pool.run(surprised, name, make_config(3, zero=zero), time_limit=LIMIT):
+    for error, worst, messages in pool.run(surprised, name, make_config(3, zero=zero), time_limit=LIMIT):
         assert error <= TOLERANCE, worst
         assert messages[STEADY - 1] == 1, "a backward is to cost one message by now"
         # To skip, or to recompute, is to be a dummy: that costs no further message.
@@ -371,15 +331,13 @@ def test_invariant_i7_a_surprise_before_a_collective_of_the_users(pool2: RankPoo
     """Between forward and backward the others wait for the rank that still needs something: the end of the forward
     stays a message.
     """
-    for error, worst, (messages,) in pool2.run(
-        surprised, name, make_config(3, zero=ZERO), shared=True, time_limit=LIMIT
-    ):
+    for error, worst, messages in pool2.run(surprised, name, make_config(3, zero=ZERO), shared=True, time_limit=LIMIT):
         assert error <= TOLERANCE, worst
         assert messages[STEADY - 1] <= 2
 
 
 def refused_after_predictions(name: str) -> tuple[str, float]:
-    case = Case(name, seeded(Router), regression_batch, SurprisingLoss(name))
+    case = surprising(name)
     pair = Lockstep(case, make_config(3, zero={**ZERO, "divergence": "error"}))
     for step in range(STEADY):
         pair.step(step)
@@ -402,45 +360,22 @@ def test_invariant_i7_error_mode_after_predictions(pool2: RankPool, name: str) -
         assert error <= TOLERANCE, "after the error, training does not go on as before"
 
 
-def failed_alone() -> tuple[float, str]:
-    """After predictions one rank's forward fails half way; the others hear of it, and all do another batch."""
-    pair = Lockstep(Case("same", seeded(Router), regression_batch, _same_route), make_config(3, zero=ZERO))
-    with Faults(pair.engine.module, rank=dist.get_rank()) as faults:
-        faults.raise_in("layers.0", phase="forward", step=-1, rank=1)
-        for step in range(LATE):
-            if step == STEADY:
-                faults.step = -1
-                with pytest.raises(InjectedFault if dist.get_rank() == 1 else RankFailedError):
-                    pair.engine.backward(pair.case.seeded_loss(pair.engine, here(90))[0])
-            faults.step = step
-            pair.step(step)
-        restless = not_at_rest(pair.engine)
-        assert restless == []
-        return pair.finish()
-
-
-def test_invariant_i7_after_a_rank_failed_alone_all_go_on(pool2: RankPool) -> None:
-    for error, worst in pool2.run(failed_alone, time_limit=LIMIT):
-        assert error <= TOLERANCE, worst
-
-
 def messages_of(stage: int, window: int, *, unequal: bool) -> list[list[int]]:
     """Messages and unequal ones of each micro-batch, evaluations after predictions included; what these leave of
     gradients.
     """
-    case = _case("twice")
-    engine = start(case.build(), make_config(stage, zero=ZERO, gradient_accumulation_steps=window))
+    engine = start(SAME.build(), make_config(stage, zero=ZERO, gradient_accumulation_steps=window))
     agreement = engine.runtime.agreement
     messages: list[int] = []
     weights = []
     for step in range(10 * window):
         before = agreement.rounds
-        engine.backward(_same_route(engine, case.batch(here(step)), here(step))[0])
+        engine.backward(SAME.seeded_loss(engine, here(step))[0])
         engine.step()
         messages.append(agreement.rounds - before)
         if unequal and step == 9 * window - 1:
             with torch.no_grad():
-                engine(case.batch(here(step))[0], ALL)
+                SAME.seeded_loss(engine, here(step))
             weights = [int(unit.window.filled) for unit in engine.runtime.units]
     mismatches = agreement.mismatches
     engine.destroy()
@@ -465,11 +400,6 @@ def test_an_evaluation_in_place_of_a_predicted_backward_leaves_no_gradient(pool2
         assert filled and not any(filled)
 
 
-def _same_route(model: nn.Module, batch: tuple[Tensor, Tensor], _: MicroBatch) -> list[Tensor]:
-    x, y = batch
-    return [(model(x, ALL) - y).square().mean()]
-
-
 @pytest.mark.in_make_test("skip_expert-train", "skip_tower-eval", "other_order-train")
 @pytest.mark.parametrize("phase", ["train", "eval"])
 @pytest.mark.parametrize(
@@ -486,13 +416,11 @@ def test_invariant_i7_error_mode_names_rank_module_and_step(pool2: RankPool, sce
 def test_invariant_i7_error_mode_on_three_ranks(pool3: RankPool) -> None:
     for said, late, error in pool3.run(refused, "disjoint_experts", "train", time_limit=LIMIT):
         assert all(f"rank {rank}" in said for rank in range(3)), said
-        assert not late
-        assert error <= TOLERANCE
+        assert not late and error <= TOLERANCE
 
 
 def assume_none_is_exact_without_divergence() -> tuple[float, int]:
-    pair = Lockstep(_case("twice"), make_config(3, zero={**ZERO, "divergence": "assume_none"}))
-    pair.case = Case("same", pair.case.build, pair.case.batch, _same_route)
+    pair = Lockstep(SAME, make_config(3, zero={**ZERO, "divergence": "assume_none"}))
     for step in range(3):
         pair.step(step)
     rounds = pair.engine.runtime.agreement.rounds

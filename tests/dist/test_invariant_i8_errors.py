@@ -3,7 +3,10 @@ every hook.
 """
 
 import gc
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.tools.verify.grads import full_parameters, scaled_error
-from deepspeed.tools.verify.models import Case, seeded
-from deepspeed.tools.verify.reference import gate_optimizer
+from deepspeed.tools.verify.models import Case
 from deepspeed.zero.param import ReleasedFace
 from tests.harness.cases import case_named
 from tests.harness.faults import Faults, InjectedFault, no_room
@@ -25,116 +27,111 @@ pytestmark = pytest.mark.timeout(60)
 ZERO = {"param_persistence_threshold": 0}
 
 
-def _run(case: Case, stage: int, *, phase: str, module: str, plain: bool) -> dict[str, Tensor]:
-    """Three steps; with a ``phase``, a batch before each of them fails in ``module`` and is given up."""
-    engine = start(case.build(), make_config(stage, zero=ZERO, gradient_accumulation_steps=case.accumulation))
-    with Faults(engine.module, rank=dist.get_rank()) as faults:
-        for rank in range(dist.get_world_size()):
-            if phase:
-                faults.raise_in(module, phase=phase, step=-1, rank=rank)
-        for step in range(3):
-            if phase:
-                faults.step = -1
-                with pytest.raises(InjectedFault):
-                    loss = case.seeded_loss(engine, here(90 + step))[0]
-                    if plain:
-                        loss.backward()
-                    else:
-                        engine.backward(loss)
-            faults.step = step
-            if plain:
-                for micro in range(case.accumulation):
-                    case.seeded_loss(engine, here(step, micro))[0].backward()
-                    engine.step()
-            else:
-                train_step(engine, case, step)
-    assert not_at_rest(engine) == []
+def trained(
+    case: Case,
+    config: dict[str, Any],
+    disturb: Callable[[Any, int, int], None] = lambda engine, step, micro: None,
+    *,
+    steps: int = 3,
+    plain: bool = False,
+    called: Callable[[Any], Any] = lambda engine: engine,
+) -> dict[str, Tensor]:
+    """The weights after so many steps, before each micro-batch of which ``disturb(engine, step, micro)`` happens.
+
+    ``plain``: by ``loss.backward()``; ``called``: what has the forward.
+    """
+    engine = start(case.build(), {**config, "gradient_accumulation_steps": case.accumulation})
+    for step in range(steps):
+        for micro in range(case.accumulation):
+            disturb(engine, step, micro)
+            _backward(engine, case.seeded_loss(called(engine), here(step, micro))[0], plain=plain)
+            engine.step()
+    assert not_at_rest(engine) == [] and engine.global_steps == steps
     weights = full_parameters(engine.module)
     engine.destroy()
     return weights
+
+
+def _backward(engine: Any, loss: Tensor, *, plain: bool = False) -> None:
+    if plain:
+        loss.backward()
+    else:
+        engine.backward(loss)
+
+
+def _fail(engine: Any, case: Case, module: str, phase: str, step: int = 90, *, plain: bool = False) -> None:
+    """A batch that fails in ``module``, and is given up."""
+    rank = dist.get_rank()
+    with Faults(engine.module, rank=rank) as faults, pytest.raises(InjectedFault):
+        faults.raise_in(module, phase=phase, step=0, rank=rank)
+        _backward(engine, case.seeded_loss(engine, here(step))[0], plain=plain)
 
 
 def failed_batches(name: str, stage: int, phase: str, plain: bool) -> dict[str, bool]:
     """For faults in early, middle and late modules: are the weights those of a run without the failed batches, bit by
     bit?
     """
-    case = case_named(name)
-    expected = _run(case, stage, phase="", module="", plain=plain)
-    where = ["inp", "layers.1", "layers.1.up", "head"]
-    return {module: equal(expected, _run(case, stage, phase=phase, module=module, plain=plain)) for module in where}
+    case, config = case_named(name), make_config(stage, zero=ZERO)
+    expected = trained(case, config, plain=plain)
+
+    def same(module: str) -> bool:
+        def fail(engine: Any, step: int, micro: int) -> None:
+            _fail(engine, case, module, phase, 90 + step, plain=plain)
+
+        return equal(expected, trained(case, config, fail, plain=plain))
+
+    return {module: same(module) for module in ("inp", "layers.1.up", "head")}
 
 
-@pytest.mark.in_make_test("0-forward-engine_backward", "3-backward-engine_backward")
-@pytest.mark.parametrize("plain", [False, True], ids=["engine_backward", "loss_backward"])
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_invariant_i8_a_failed_batch_has_not_happened(pool2: RankPool, stage: int, phase: str, plain: bool) -> None:
-    for same in pool2.run(failed_batches, "plain", stage, phase, plain):
+ROWS = [("plain", s, p, w) for s in STAGES for p in ("forward", "backward") for w in ("engine", "loss")]
+ROWS += [(f"checkpoint_{how}", 3, "backward", "engine") for how in ("reentrant", "nonreentrant")]
+
+
+@pytest.mark.in_make_test(
+    "plain-0-forward-engine", "plain-3-backward-engine", "checkpoint_nonreentrant-3-backward-engine"
+)
+@pytest.mark.parametrize(("name", "stage", "phase", "whose_backward"), ROWS)
+def test_invariant_i8_a_failed_batch_has_not_happened(
+    pool2: RankPool, name: str, stage: int, phase: str, whose_backward: str
+) -> None:
+    for same in pool2.run(failed_batches, name, stage, phase, whose_backward == "loss"):
         assert all(same.values()), same
 
 
-@pytest.mark.in_make_test("checkpoint_nonreentrant")
-@pytest.mark.parametrize("name", ["checkpoint_reentrant", "checkpoint_nonreentrant"])
-def test_invariant_i8_with_recomputation(pool2: RankPool, name: str) -> None:
-    for same in pool2.run(failed_batches, name, 3, "backward", False):
-        assert all(same.values()), same
-
-
-def failed_in_a_window(stage: int, phase: str) -> tuple[bool, int]:
+def failed_in_a_window(stage: int, phase: str) -> bool:
     """A fault in the middle of an accumulation window: a forward loses only its batch, a backward restarts the
     window.
     """
-    case = case_named("plain", accumulation=3)
-    weights = []
-    for fail in (False, True):
-        engine = start(case.build(), make_config(stage, zero=ZERO, gradient_accumulation_steps=3))
-        with Faults(engine.module, rank=dist.get_rank()) as faults:
-            for rank in range(dist.get_world_size()):
-                faults.raise_in("layers.1", phase=phase, step=-1, rank=rank)
-            micros = [0, 1, 2] if not fail else ([0, -1, 1, 2] if phase == "forward" else [0, 1, -1, 0, 1, 2])
-            for micro in micros:
-                faults.step = min(micro, 0)
-                try:
-                    engine.backward(case.seeded_loss(engine, here(0, max(micro, 0)))[0])
-                    engine.step()
-                except InjectedFault:
-                    assert micro == -1
-        weights.append(full_parameters(engine.module))
-        steps = engine.global_steps
-        engine.destroy()
-    return equal(*weights), steps
+    case, config = case_named("plain", accumulation=3), make_config(stage, zero=ZERO)
+
+    def fail(engine: Any, step: int, micro: int) -> None:
+        if phase == "forward" and micro == 1:
+            _fail(engine, case, "layers.1", phase)
+        if phase == "backward" and micro == 0:
+            for lost in range(2):
+                engine.backward(case.seeded_loss(engine, here(step, lost))[0])
+                engine.step()
+            _fail(engine, case, "layers.1", phase)
+
+    return equal(trained(case, config, steps=1), trained(case, config, fail, steps=1))
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_invariant_i8_inside_an_accumulation_window(pool2: RankPool, stage: int, phase: str) -> None:
-    for same, steps in pool2.run(failed_in_a_window, stage, phase):
-        assert same
-        assert steps == 1
+    assert pool2.run(failed_in_a_window, stage, phase) == [True, True]
 
 
 def failed_step(stage: int) -> bool:
     """An optimizer that raises once: the update is given up, the next one is as if nothing had been."""
-    case = case_named("plain")
-    weights = []
-    for fail in (False, True):
-        engine = start(case.build(), make_config(stage, zero=ZERO))
-        for step in range(2):
-            if fail:
-                engine.backward(case.seeded_loss(engine, here(50))[0])
-                step_of = engine.basic_optimizer.step
-                engine.basic_optimizer.step = _raise
-                with pytest.raises(InjectedFault):
-                    engine.step()
-                engine.basic_optimizer.step = step_of
-            train_step(engine, case, step)
-        weights.append(full_parameters(engine.module))
-        engine.destroy()
-    return equal(*weights)
+    case, config = case_named("plain"), make_config(stage, zero=ZERO)
 
+    def fail(engine: Any, step: int, micro: int) -> None:
+        engine.backward(case.seeded_loss(engine, here(50))[0])
+        with patch.object(engine.basic_optimizer, "step", side_effect=InjectedFault), pytest.raises(InjectedFault):
+            engine.step()
 
-def _raise(*_: Any, **__: Any) -> None:
-    raise InjectedFault("in the optimizer")
+    return equal(trained(case, config, steps=2), trained(case, config, fail, steps=2))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -174,7 +171,8 @@ def _hooks(model: nn.Module) -> int:
     )
 
 
-def _tensor_bytes() -> int:
+def tensor_bytes() -> int:
+    """Bytes of all tensors that live in this process."""
     gc.collect()
     found: dict[int, int] = {}
     with torch._C.DisableTorchFunctionSubclass():
@@ -194,7 +192,7 @@ def destroyed(stages: list[int], fail_first: bool) -> dict[str, Any]:
     clean = _hooks(model)
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
     whole = live_bytes(model)
-    base = _tensor_bytes()
+    base = tensor_bytes()
     report: dict[str, Any] = {"error": 0.0, "leaks": []}
     for stage in stages:
         engine = start(model, make_config(stage, zero=ZERO))
@@ -212,7 +210,7 @@ def destroyed(stages: list[int], fail_first: bool) -> dict[str, Any]:
         found = {
             "hooks": _hooks(model) - clean,
             "parameter bytes": live_bytes(model) - whole,
-            "all tensor bytes": max(0, _tensor_bytes() - base),
+            "all tensor bytes": max(0, tensor_bytes() - base),
             "faces": sum(isinstance(p, ReleasedFace) for p in model.parameters()),
             "parameter attributes": sorted(
                 key for p in model.parameters() for key in vars(p) if key.startswith(("ds_", "_ds"))
@@ -274,24 +272,20 @@ def test_invariant_i8_destroy_amid_an_iteration(pool2: RankPool) -> None:
         assert same
 
 
-def out_of_memory(count: int) -> tuple[str, bool, list[str]]:
-    """What a batch without memory raises; are the weights those of a run without it, bit by bit; what is not at rest
+def out_of_memory(count: int) -> tuple[set[str], bool, list[str]]:
+    """What batches without memory raise; are the weights those of a run without them, bit by bit; what is not at rest
     afterwards.
     """
-    case = case_named("plain")
-    expected = _run(case, 3, phase="", module="", plain=False)
-    engine = start(case.build(), make_config(3, zero=ZERO))
-    said, restless = "", []
-    for step in range(3):
-        try:
-            with no_room(count):
-                engine.backward(case.seeded_loss(engine, here(90))[0])
-        except torch.OutOfMemoryError as error:
-            said, restless = str(error), [*restless, *not_at_rest(engine)]
-        train_step(engine, case, step)
-    weights = full_parameters(engine.module)
-    engine.destroy()
-    return said, equal(expected, weights), restless
+    case, config = case_named("plain"), make_config(3, zero=ZERO)
+    said, restless = set[str](), list[str]()
+
+    def fail(engine: Any, step: int, micro: int) -> None:
+        with pytest.raises(torch.OutOfMemoryError) as error, no_room(count):
+            engine.backward(case.seeded_loss(engine, here(90))[0])
+        said.add(str(error.value))
+        restless.extend(not_at_rest(engine))
+
+    return said, equal(trained(case, config), trained(case, config, fail)), restless
 
 
 @pytest.mark.in_make_test("1", "8")
@@ -299,54 +293,29 @@ def out_of_memory(count: int) -> tuple[str, bool, list[str]]:
 def test_invariant_i8_no_memory_for_a_gather(pool2: RankPool, count: int) -> None:
     """The error is the allocator's own, in forward (1, 3) and backward, and a loop that skips such batches goes on."""
     for said, same, restless in pool2.run(out_of_memory, count):
-        assert said == "injected: out of memory"
+        assert said == {"injected: out of memory"}
         assert same and restless == []
 
 
-class Interrupted(nn.Module):
-    """Two blocks, in the second of which somebody presses Ctrl-C while ``armed``."""
+def _interrupted(stage: int) -> bool:
+    """Ctrl-C in a late module, in the middle of a window: what the first micro-batch has accumulated stays."""
+    case, config = case_named("plain", accumulation=2), make_config(stage)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.armed = False
+    def press(*_: Any) -> None:
+        raise KeyboardInterrupt
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-            if self.armed and block is self.blocks[-1]:
-                raise KeyboardInterrupt
-        return x
+    def interrupt(engine: Any, step: int, micro: int) -> None:
+        if micro == 1:
+            pressed = engine.module.layers[1].register_forward_hook(press)
+            with pytest.raises(KeyboardInterrupt):
+                case.seeded_loss(engine.module, here(90))
+            pressed.remove()
 
-
-def _samples(step: int, rank: int) -> Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def _interrupted_module(stage: int) -> float:
-    engine = start(seeded(Interrupted)(), make_config(stage, gradient_accumulation_steps=2))
-    for step in range(3):
-        for micro in range(2):
-            if micro == 1:  # what the first micro-batch has accumulated stays
-                engine.module.armed = True
-                with pytest.raises(KeyboardInterrupt):
-                    engine.module(_samples(step, 0))
-                engine.module.armed = False
-            engine.backward(engine.module(_samples(2 * step + micro, engine.global_rank)).pow(2).mean())
-            engine.step()
-    found = {name: value.clone() for name, value in full_parameters(engine.module).items()}
-    engine.destroy()
-    model = seeded(Interrupted)()
-    optimizer = gate_optimizer(model)
-    for step in range(3):
-        for micro, rank in ((m, r) for m in range(2) for r in range(2)):
-            (model(_samples(2 * step + micro, rank)).pow(2).mean() / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return max(float((found[n] - p).abs().max()) for n, p in model.named_parameters())
+    called = attrgetter("module")
+    return equal(trained(case, config, called=called), trained(case, config, interrupt, called=called))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_forward_that_an_interrupt_ended_is_over_when_the_next_begins(pool2: RankPool, stage: int) -> None:
     """Also where the client calls ``engine.module``, whose interrupts no code of the engine's sees."""
-    assert max(pool2.run(_interrupted_module, stage)) < 1e-6
+    assert pool2.run(_interrupted, stage) == [True, True]

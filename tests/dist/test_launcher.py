@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -17,117 +17,30 @@ import pytest
 from deepspeed.launcher import runner
 from deepspeed.launcher.job import encode_world
 from deepspeed.launcher.node.ranks import Guard, Ranks
+from tests.harness.launched import ROOT, RUNNER, START_S, Launched, environment, wait_until
 from tests.harness.patience import slowdown, too_long
+from tests.harness.rows import for_each
 from tests.harness.warm import Warm
 
-ROOT = Path(__file__).resolve().parents[2]
-START_S = 60.0  # generous: several interpreters import torch at once on a busy machine
 
-# Plain torch.distributed where ranks must meet, so that the launcher is proved alone; no torch where only processes
-# matter.
-SCRIPT = """
-import atexit, json, os, signal, subprocess, sys, time
-
-out, mode = sys.argv[-2:]
-rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-if mode == "reduce":
-    import torch, torch.distributed as dist
-    dist.init_process_group("gloo")
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert (total.item(), dist.get_rank()) == (world, rank)
-child = subprocess.Popen(["sleep", "300"]).pid if mode in ("hang", "ignore") else 0
-if mode == "ignore":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if mode == "hang" and rank == 0:
-    def stopped(*_):
-        open(os.path.join(out, "graceful"), "w").close()
-        sys.exit(1)
-    signal.signal(signal.SIGINT, stopped)
-with open(os.path.join(out, f"rank{rank}.tmp"), "w") as file:
-    json.dump({"argv": sys.argv[1:], "env": dict(os.environ), "pid": os.getpid(), "child": child}, file)
-os.rename(file.name, os.path.join(out, f"rank{rank}.json"))
-while len([name for name in os.listdir(out) if name.endswith(".json")]) < world and mode in ("exit3", "segv", "raise"):
-    time.sleep(0.01)
-if mode == "raise" and rank == 1:
-    open(os.path.join(out, "raised"), "w").close()
-    atexit.register(time.sleep, 1)  # a process with torch takes long to end, so that its peer ends first
-    raise ValueError("the cause")
-if mode == "raise":
-    while not os.path.exists(os.path.join(out, "raised")):
-        time.sleep(0.01)
-    time.sleep(0.1)  # as long as a peer needs to see a connection break
-    raise ConnectionError("a consequence")
-if mode == "exit3" and rank == 1:
-    os._exit(3)
-if mode == "segv" and rank == 0:
-    os.kill(os.getpid(), signal.SIGSEGV)
-if mode in ("hang", "ignore", "exit3", "segv"):
-    time.sleep(300)
-if mode == "reduce":
-    dist.all_reduce(total)
-    dist.destroy_process_group()
-print(f"rank {rank} done", flush=True)
-"""
-
-
-class Job:
-    """One launcher process and what its ranks wrote."""
+class Job(Launched):
+    """One launcher of this machine."""
 
     python = sys.executable
 
     def __init__(
-        self, folder: Path, *flags: str, mode: str = "ok", user_args: tuple[str, ...] = (), target: str | None = None
+        self, folder: Path, *flags: str, mode: str = "ok", user_args: tuple[str, ...] = (), target: str = ""
     ) -> None:
-        self.folder = folder
-        (folder / "out").mkdir(parents=True)
-        (folder / "tmp").mkdir()
-        script = folder / "script.py"
-        script.write_text(SCRIPT)
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_"))}
-        env |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp"), "DS_ACCELERATOR": "cpu"}
-        command = [
-            self.python,
-            "-m",
-            "deepspeed.launcher.runner",
-            *flags,
-            target or str(script),
-            *user_args,
-            str(folder / "out"),
-            mode,
-        ]
-        # A shell may have left SIGINT ignored for background jobs, which the ranks would inherit.
-        reset = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            **reset,
-        )
+        super().__init__(folder, [self.python, *RUNNER, *flags], mode, *user_args, script=target)
 
-    def rank(self, rank: int) -> dict:
-        """What rank ``rank`` wrote; waits until it has."""
-        file = self.folder / "out" / f"rank{rank}.json"
-        wait_until(file.exists, START_S, f"rank {rank} to start")
-        return json.loads(file.read_text())
-
-    def finish(self, timeout: float = START_S) -> tuple[int, str, str]:
+    def finish(self, *, left: int = 0) -> tuple[int, str, str]:
         """Status, stdout and stderr; the job and its temporary files must be gone."""
-        try:
-            out, err = self.process.communicate(timeout=timeout)
-        finally:
-            if self.process.poll() is None:
-                self.process.kill()
-        assert list((self.folder / "tmp").iterdir()) == []
-        for file in (self.folder / "out").glob("rank*.json"):
+        ended = super().finish(left=left)
+        for file in self.out.glob("rank*.json"):
             report = json.loads(file.read_text())
             for pid in (report["pid"], report["child"]):
                 assert not is_alive(pid), f"process {pid} of {file.name} is left"
-        return self.process.returncode, out, err
+        return ended
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -145,17 +58,10 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    begun = time.monotonic()
-    while not condition():
-        assert not too_long(begun, seconds), f"waited {seconds} s for {what}"
-        time.sleep(0.02)
-
-
 def test_environment_and_arguments_reach_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     user_args = ("--num_gpus", "7", "--", "-q", "$HOME $$ ${local_rank}", "--deepspeed")
-    job = Job(tmp_path / "a", "--num_gpus", "2", mode="reduce", user_args=user_args)
+    job = Job(tmp_path / "a", "--num_gpus", "2", user_args=user_args)
     reports = [job.rank(rank) for rank in range(2)]
     status, out, err = job.finish()
     assert status == 0, err
@@ -196,24 +102,23 @@ def test_status_is_that_of_the_rank_that_failed_first(tmp_path: Path) -> None:
 
 
 def test_kill_minus_nine_of_one_rank_ends_all_within_five_seconds(tmp_path: Path) -> None:
-    jobs = [Job(tmp_path / mode, "--num_gpus", "2", mode=mode) for mode in ("hang", "ignore")]
-    victims = [[job.rank(0), job.rank(1)][1] for job in jobs]
-    for job, victim in zip(jobs, victims, strict=True):
-        os.kill(victim["pid"], signal.SIGKILL)
-        start = time.monotonic()
-        status, _, err = job.finish()
-        assert not too_long(start, 5)
-        assert status == 128 + signal.SIGKILL, err
-        assert "rank 1 " in err and "SIGKILL" in err
+    job = Job(tmp_path / "a", "--num_gpus", "2", mode="hang")
+    victim = [job.rank(0), job.rank(1)][1]
+    os.kill(victim["pid"], signal.SIGKILL)
+    start = time.monotonic()
+    status, _, err = job.finish()
+    assert not too_long(start, 5)
+    assert status == 128 + signal.SIGKILL, err
+    assert "rank 1 " in err and "SIGKILL" in err
 
 
 def test_interrupt_reaches_the_ranks_once_and_a_second_is_immediate(tmp_path: Path) -> None:
-    job, stuck = (Job(tmp_path / mode, "--num_gpus", "2", mode=mode) for mode in ("hang", "ignore"))
+    job, stuck = (Job(tmp_path / name, "--num_gpus", "2", mode="hang") for name in ("job", "stuck"))
     job.rank(0), job.rank(1)
     job.process.send_signal(signal.SIGINT)
     status, _, err = job.finish()
     assert status == 128 + signal.SIGINT, err
-    assert (tmp_path / "hang" / "out" / "graceful").exists()
+    assert all((job.out / f"graceful{rank}").exists() for rank in range(2))
     for rank in range(2):
         os.kill(stuck.rank(rank)["pid"], signal.SIGSTOP)  # neither will react to the first
     stuck.process.send_signal(signal.SIGINT)
@@ -233,7 +138,7 @@ def test_ranks_do_not_survive_a_killed_launcher(tmp_path: Path) -> None:
     job.process.kill()
     job.process.wait()
     wait_until(lambda: not any(map(is_alive, pids)), 5, "the ranks and their children to end")
-    wait_until(lambda: not list((tmp_path / "a" / "tmp").iterdir()), 5, "the temporary files to go")
+    wait_until(lambda: not list(job.scratch.iterdir()), 5, "the temporary files to go")
     job.finish()
 
 
@@ -254,8 +159,8 @@ launch.main(sys.argv[1:])
 
 @pytest.mark.parametrize("flags", [[], ["--elastic_training"]], ids=["fixed", "elastic"])
 def test_a_launcher_killed_as_it_makes_its_temporary_folder_leaves_none(tmp_path: Path, flags: list[str]) -> None:
-    command = [sys.executable, "-c", KILLED_AS_IT_MAKES_ITS_FOLDER, "--world_info", encode_world({"localhost": [0]})]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "TMPDIR": str(tmp_path)}
+    command = [Job.python, "-c", KILLED_AS_IT_MAKES_ITS_FOLDER, "--world_info", encode_world({"localhost": [0]})]
+    env = environment(TMPDIR=str(tmp_path))
     ended = subprocess.run([*command, *flags, __file__], env=env, capture_output=True, text=True, timeout=START_S)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     wait_until(lambda: not list(tmp_path.iterdir()), 5, "the temporary folder to go")
@@ -295,9 +200,7 @@ def test_a_rank_that_its_thread_has_not_seen_end_is_left_to_it_by_what_reaps(
         wait(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         ranks.reap()
         seen.set()
-        end = time.monotonic() + START_S
-        while not ends and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until(lambda: ends, START_S, "the thread to see the end")
         assert ends == [-signal.SIGKILL]
         ranks.reap()
         assert process.returncode == -signal.SIGKILL
@@ -325,7 +228,7 @@ def test_jobs_started_together_all_find_a_port_and_have_one_cpu_rank_and_the_use
     assert {(env["WORLD_SIZE"], env["OMP_NUM_THREADS"]) for env in variables} == {("1", "3")}
 
 
-@pytest.mark.parametrize("user_args", [["--", "a"], ["--"], ["--", "--", "-q"], ["a", "--"], []])
+@for_each("user_args", [["--", "a"], ["--"], ["--", "--", "-q"], ["a", "--"], []])
 def test_double_dashes_belong_to_the_script(user_args: list[str]) -> None:
     options = runner.parse_args(["--num_gpus", "2", "s.py", *user_args])
     assert (options.user_script, options.user_args, options.num_gpus) == ("s.py", user_args, 2)
@@ -338,10 +241,10 @@ def test_taken_port_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
         job = Job(tmp_path / "a", "--master_port", str(taken.getsockname()[1]))
         status, _, err = job.finish()
     assert status == 2 and "cannot listen on 127.0.0.1" in err
-    assert list((tmp_path / "a" / "out").iterdir()) == []
+    assert list(job.out.iterdir()) == []
 
 
-def test_hostfile_and_filters(tmp_path: Path) -> None:
+def test_hostfile_and_filters_as_other_programs_call_them(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("# nodes\n\nworker-0 slots=2 extra\nworker-1 slots=4\n")
     pool = runner.fetch_hostfile(str(hostfile))
@@ -349,13 +252,11 @@ def test_hostfile_and_filters(tmp_path: Path) -> None:
     assert runner.fetch_hostfile(str(tmp_path / "none")) is None
     assert runner.parse_inclusion_exclusion(pool, "worker-1:3,0@worker-1:1", "") == {"worker-1": [0, 1, 3]}
     assert runner.parse_inclusion_exclusion(pool, "", "worker-0@worker-1:0") == {"worker-1": [1, 2, 3]}
-    for include, exclude in [("worker-0", "worker-1"), ("elsewhere", ""), ("worker-0:2", ""), ("worker-0:x", "")]:
-        with pytest.raises(ValueError, match="."):
-            runner.parse_inclusion_exclusion(pool, include, exclude)
-    for text in ["worker-0 2\n", "a slots=1\na slots=1\n", "# nothing\n"]:
-        hostfile.write_text(text)
-        with pytest.raises(ValueError, match="hostfile"):
-            runner.fetch_hostfile(str(hostfile))
+    with pytest.raises(ValueError, match="elsewhere"):
+        runner.parse_inclusion_exclusion(pool, "elsewhere", "")
+    hostfile.write_text("worker-0 2\n")
+    with pytest.raises(ValueError, match="hostfile"):
+        runner.fetch_hostfile(str(hostfile))
     assert runner.encode_world_info({"a": [0]}) == "eyJhIjogWzBdfQ=="
 
 
@@ -385,12 +286,8 @@ def test_nodes_started_by_hand_without_a_hostfile(tmp_path: Path) -> None:
     nodes = [Job(tmp_path / str(node), *flags, "--node_rank", str(node)) for node in (1, 0)]
     for rank, job in zip((1, 0), nodes, strict=True):
         env = job.rank(rank)["env"]
-        assert (env["LOCAL_RANK"], env["CROSS_RANK"], env["CROSS_SIZE"], env["MASTER_PORT"]) == (
-            "0",
-            str(rank),
-            "2",
-            port,
-        )
+        found = [env[name] for name in ("LOCAL_RANK", "CROSS_RANK", "CROSS_SIZE", "MASTER_PORT")]
+        assert found == ["0", str(rank), "2", port]
     assert [job.finish()[0] for job in nodes] == [0, 0]
 
 
@@ -408,4 +305,4 @@ def test_interrupt_while_looking_for_the_first_node(tmp_path: Path) -> None:
         job.process.send_signal(signal.SIGINT)
         status, _, err = job.finish()
     assert status == 128 + signal.SIGINT, err
-    assert "Traceback" not in err and list((tmp_path / "a" / "out").iterdir()) == []
+    assert "Traceback" not in err and list(job.out.iterdir()) == []

@@ -5,27 +5,24 @@ words.
 """
 
 import contextlib
-import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from deepspeed.launcher.job import encode_world
+from tests.harness.launched import RUNNER, Launched, wait_until
 from tests.harness.patience import slowdown, too_long
 from tests.harness.warm import Warm
 
-ROOT = Path(__file__).resolve().parents[2]
-START_S = 60.0  # generous: several launchers import torch at once on a busy machine
 PORT = "29517"  # the namespaces are this test's own, so any port is free
 
 SSH = """#!/bin/sh
@@ -34,42 +31,6 @@ while :; do case "$1" in -o|-p|-i|-l|-F) shift 2;; -*) shift;; *) break;; esac; 
 host=$1; shift
 if [ ! -e /run/netns/{prefix}$host ]; then echo "ssh: connect to host $host port 22: No route to host" >&2; exit 255; fi
 exec ip netns exec {prefix}$host sh -c "$(printf %s "$*" | sed "s#{slow} \\(-u -m deepspeed.launcher\\)#{python} \\1#")"
-"""
-
-SCRIPT = """
-import json, os, signal, subprocess, sys, time
-
-out, mode = sys.argv[-2:]
-rank = int(os.environ["RANK"])
-if mode == "reduce":
-    import deepspeed, torch, torch.distributed as dist
-    # Finds the interface between the hosts: their names lead to their loopbacks.
-    deepspeed.init_distributed(verbose=False)
-    total = torch.tensor([float(rank + 1)])
-    dist.all_reduce(total)
-    os.write(1, f"sum {total.item():g}\\n".encode())  # one write: unbuffered print makes two, and ranks share the pipe
-child = subprocess.Popen(["sleep", "300"]).pid if mode == "hang" else 0
-def stopped(*_):
-    open(os.path.join(out, f"graceful{rank}"), "w").close()
-    sys.exit(1)
-if mode == "hang":
-    signal.signal(signal.SIGINT, stopped)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-with open(os.path.join(out, f"rank{rank}.tmp"), "w") as file:
-    cores = [*os.sched_getaffinity(0)]
-    json.dump({"argv": sys.argv[1:], "env": dict(os.environ), "pid": os.getpid(), "child": child, "cores": cores}, file)
-os.rename(file.name, os.path.join(out, f"rank{rank}.json"))
-if mode == "raise" and rank == int(os.environ["WORLD_SIZE"]) - 1:
-    while len([name for name in os.listdir(out) if name.endswith(".json")]) < int(os.environ["WORLD_SIZE"]):
-        time.sleep(0.01)
-    raise ValueError("the cause")
-if mode in ("hang", "raise"):
-    time.sleep(300)
-if mode == "flood":
-    for _ in range(1000):
-        os.write(2, b"x" * 1000 + b"\\n")
-if mode == "reduce":
-    dist.destroy_process_group()
 """
 
 
@@ -114,9 +75,8 @@ class Hosts:
     def busy(self) -> dict[str, list[int]]:
         """Hosts where something runs, and what."""
         places = {name: Path(f"/run/netns/{self.prefix}{name}") for name in self.names}
-        spaces = {
-            place.stat().st_ino: name for name, place in places.items() if place.exists()
-        }  # not all, if up failed
+        # not all are there if up() failed
+        spaces = {place.stat().st_ino: name for name, place in places.items() if place.exists()}
         found: dict[str, list[int]] = {}
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):  # it has ended
@@ -172,113 +132,50 @@ def idle_hosts(hosts: Hosts) -> Iterator[None]:
     assert not left, f"processes are left: {left}"
 
 
-class Started:
-    """One process of ours with its output, and the folder where the ranks write."""
+class Started(Launched):
+    """A command whose ranks are on the hosts; guards of launchers that were killed remove files a little later."""
 
-    def __init__(self, folder: Path, command: list[str], hosts: Hosts, **environment: str) -> None:
-        self.folder = folder
-        self.scratch = Path(tempfile.mkdtemp(dir=folder))
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_", "MASTER_"))}
-        env |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "TMPDIR": str(self.scratch)}
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**env, **environment},
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
-
-    def rank(self, rank: int) -> dict:
-        """What rank ``rank`` wrote; waits until it has."""
-        file = self.folder / "out" / f"rank{rank}.json"
-        wait_until(lambda: file.exists() or self.process.poll() is not None, START_S, f"rank {rank} to start")
-        if not file.exists():
-            out, err = self.process.communicate()
-            pytest.fail(f"the job ended with status {self.process.returncode}\n{out}\n{err}")
-        return json.loads(file.read_text())
-
-    def finish(self, timeout: float = START_S, *, left: int = 0) -> tuple[int, str, str]:
-        """Status, stdout and stderr; ``left`` temporary files may be left (a host that dies cannot clean up). Guards of
-        launchers that were killed remove theirs a little later.
-        """
-        try:
-            out, err = self.process.communicate(timeout=timeout)
-        finally:
-            if self.process.poll() is None:
-                self.process.kill()
-        wait_until(lambda: len(list(self.scratch.iterdir())) == left, 5, f"all but {left} temporary files to go")
-        return self.process.returncode, out, err
+    late_s = 5.0
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    begun = time.monotonic()
-    while not condition():
-        assert not too_long(begun, seconds), f"waited {seconds} s for {what}"
-        time.sleep(0.02)
-
-
-def folders(folder: Path) -> tuple[str, str]:
-    """Make what a job needs in ``folder``; returns the script and the folder where ranks write."""
-    (folder / "out").mkdir()
-    (folder / "script.py").write_text(SCRIPT)
-    return str(folder / "script.py"), str(folder / "out")
-
-
-def over_ssh(folder: Path, hosts: Hosts, mode: str, slots: str = "a:1;b:1", **environment: str) -> Started:
+def over_ssh(
+    folder: Path, hosts: Hosts, mode: str, slots: str = "a:1;b:1", flag: str = "--no_ssh_check", **environment: str
+) -> Started:
     """A job through the ssh runner, outside all namespaces; ``slots`` lists hosts and their ranks."""
-    script, out = folders(folder)
+    folder.mkdir(exist_ok=True)
     (folder / "hostfile").write_text(slots.replace(":", " slots=").replace(";", "\n"))
-    flags = ["--hostfile", "hostfile", "--no_ssh_check", "--master_addr", hosts.addresses["a"]]
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", *flags, script, out, mode]
-    return Started(folder, command, hosts, DS_SSH=str(hosts.ssh), **environment)
+    where = ["--hostfile", "hostfile", flag, "--master_addr", hosts.addresses["a"]]
+    return Started(folder, [sys.executable, *RUNNER, *where], mode, **{"DS_SSH": str(hosts.ssh), **environment})
 
 
 def by_hand(
     folder: Path, hosts: Hosts, node: int, mode: str, world: dict[str, list[int]], *flags: str, **environment: str
 ) -> Started:
     """The per-node launcher, started on one host as a user would."""
-    script, out = folders(folder) if not (folder / "out").exists() else (str(folder / "script.py"), str(folder / "out"))
     enter = ["ip", "netns", "exec", hosts.prefix + list(world)[node], hosts.python, "-m", "deepspeed.launcher.launch"]
     where = ["--master_addr", hosts.addresses["a"], "--master_port", PORT, "--node_rank", str(node)]
-    return Started(
-        folder, [*enter, "--world_info", encode_world(world), *where, *flags, script, out, mode], hosts, **environment
-    )
+    return Started(folder, [*enter, "--world_info", encode_world(world), *where, *flags], mode, **environment)
 
 
 @pytest.mark.exhaustive
 def test_two_hosts_reduce_through_ssh(tmp_path: Path, hosts: Hosts) -> None:
-    script, out = folders(tmp_path)
-    (tmp_path / "hostfile").write_text("a slots=1\nb slots=2\n")
-    flags = ["--hostfile", "hostfile", "--launcher", "ssh", "--master_addr", hosts.addresses["a"]]
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", *flags, script, out, "reduce"]
-    job = Started(tmp_path, command, hosts, DS_SSH=str(hosts.slow_ssh))
+    job = over_ssh(tmp_path, hosts, "reduce", "a:1;b:2", "--launcher=ssh", DS_SSH=str(hosts.slow_ssh))
     status, out, err = job.finish()
     assert status == 0, err
     assert sorted(out.splitlines()) == ["a: sum 6", "b: sum 6", "b: sum 6"]
-    seen = []
-    for rank in range(3):
-        env = job.rank(rank)["env"]
-        assert env["GLOO_SOCKET_IFNAME"] == "eth0"
-        seen.append(
-            [
-                int(env[name])
-                for name in ("LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-            ]
-        )
-        assert env["MASTER_ADDR"] == hosts.addresses["a"] and env["GROUP_RANK"] == env["CROSS_RANK"]
+    ranks = [job.rank(rank) for rank in range(3)]
+    names = ("LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    seen = [[int(rank["env"][name]) for name in names] for rank in ranks]
     assert seen == [[0, 1, 0, 2, 3, 1], [0, 2, 1, 2, 3, 2], [1, 2, 1, 2, 3, 2]]
-    assert job.rank(2)["argv"][0] == "--local_rank=1"
-    assert len({job.rank(rank)["env"]["TORCHELASTIC_RUN_ID"] for rank in range(3)}) == 1
+    for env in (rank["env"] for rank in ranks):
+        assert env["GLOO_SOCKET_IFNAME"] == "eth0"
+        assert env["MASTER_ADDR"] == hosts.addresses["a"] and env["GROUP_RANK"] == env["CROSS_RANK"]
+    assert ranks[2]["argv"][0] == "--local_rank=1"
+    assert len({rank["env"]["TORCHELASTIC_RUN_ID"] for rank in ranks}) == 1
 
 
 def test_killed_rank_ends_all_hosts_within_five_seconds(tmp_path: Path, hosts: Hosts) -> None:
     """One job whose first rank is killed, and at the same time one that loses its second."""
-    for victim in range(2):
-        (tmp_path / str(victim)).mkdir()
     jobs = [over_ssh(tmp_path / str(victim), hosts, "hang") for victim in range(2)]
     pids = [[job.rank(rank)["pid"] for rank in range(2)] for job in jobs]
     for victim in range(2):
@@ -289,14 +186,13 @@ def test_killed_rank_ends_all_hosts_within_five_seconds(tmp_path: Path, hosts: H
         status, _, err = job.finish()
         assert not too_long(start, 5)
         assert status == 128 + signal.SIGKILL, err
-        assert err.splitlines()[-1].startswith(
-            f"deepspeed: rank {victim} on {'ab'[victim]} (pid {pids[victim][victim]}) failed first, with signal SIGKILL"
-        )
+        first = f"deepspeed: rank {victim} on {'ab'[victim]} (pid {pids[victim][victim]}) failed first"
+        assert err.splitlines()[-1].startswith(f"{first}, with signal SIGKILL")
 
 
 @pytest.mark.exhaustive  # of ranks of one host it stays: test_launcher.py
 def test_traceback_of_the_first_failure_comes_last(tmp_path: Path, hosts: Hosts) -> None:
-    status, _, err = over_ssh(tmp_path, hosts, "raise", "a:2;b:1").finish()
+    status, _, err = over_ssh(tmp_path, hosts, "raises_alone", "a:2;b:1").finish()
     assert status == 1, err
     assert err.rstrip().endswith("ValueError: the cause")
     assert "deepspeed: rank 2 on b " in err[err.rindex("deepspeed: ") :]
@@ -306,7 +202,7 @@ def test_traceback_of_the_first_failure_comes_last(tmp_path: Path, hosts: Hosts)
 
 def test_failure_reaches_every_launcher_started_by_hand(tmp_path: Path, hosts: Hosts) -> None:
     world = {"a": [0], "b": [0]}
-    jobs = [by_hand(tmp_path, hosts, node, "raise", world) for node in range(2)]
+    jobs = [by_hand(tmp_path, hosts, node, "raises_alone", world) for node in range(2)]
     for job in jobs:
         status, _, err = job.finish()
         assert status == 1 and err.rstrip().endswith("ValueError: the cause"), err
@@ -357,13 +253,13 @@ def test_suspended_command_suspends_no_rank_and_an_interrupt_is_graceful(tmp_pat
     wait_until(lambda: psutil.Process(job.process.pid).status() == psutil.STATUS_STOPPED, 5, "the command to stop")
     time.sleep(1.5 * float(limit))
     os.kill(job.process.pid, signal.SIGCONT)
-    time.sleep(1.5 * float(limit))
+    time.sleep(0.5 * float(limit))  # it has seen by then for how long it heard nothing
     assert job.process.poll() is None and all(Path(f"/proc/{pid}").exists() for pid in pids)
     job.process.send_signal(signal.SIGINT)
     status, _, err = job.finish()
     assert status == 128 + signal.SIGINT, err
     assert err.splitlines()[-1] == "deepspeed: all ranks have been stopped after SIGINT"
-    assert all((tmp_path / "out" / f"graceful{rank}").exists() for rank in range(2))
+    assert all((job.out / f"graceful{rank}").exists() for rank in range(2))
 
 
 def test_killed_command_leaves_nothing_on_any_host(tmp_path: Path, hosts: Hosts) -> None:
@@ -392,18 +288,8 @@ def test_runner_without_input_is_told_once_and_missed_when_gone(tmp_path: Path, 
 def test_killed_launcher_leaves_nothing_on_its_host(tmp_path: Path, hosts: Hosts) -> None:
     core = str(min(os.sched_getaffinity(0)))
     pid_file = Path(f"/tmp/{os.getpid()}.deepspeed")
-    job = by_hand(
-        tmp_path,
-        hosts,
-        0,
-        "hang",
-        {"a": [0]},
-        "--bind_core_list",
-        core,
-        "--save_pid",
-        str(os.getpid()),
-        OMP_NUM_THREADS="7",
-    )
+    flags = ("--bind_core_list", core, "--save_pid", str(os.getpid()))
+    job = by_hand(tmp_path, hosts, 0, "hang", {"a": [0]}, *flags, OMP_NUM_THREADS="7")
     report = job.rank(0)
     assert (report["cores"], report["env"]["OMP_NUM_THREADS"]) == ([int(core)], "1")
     assert int(pid_file.read_text()) == psutil.Process(report["pid"]).ppid()
@@ -432,11 +318,8 @@ def test_unreachable_host_is_named(tmp_path: Path, hosts: Hosts) -> None:
     job = over_ssh(tmp_path, hosts, "hang", "a:1;nowhere:1")
     status, _, err = job.finish()
     assert status == 1
-    assert (
-        err.splitlines()[-1].startswith("deepspeed: host nowhere (node 1) cannot be reached")
-        and "No route to host" in err
-    )
-    assert not list((tmp_path / "out").iterdir())
+    assert err.splitlines()[-1].startswith("deepspeed: host nowhere (node 1) cannot be reached")
+    assert "No route to host" in err and not list(job.out.iterdir())
 
 
 def test_absent_first_node_is_named_with_its_address(tmp_path: Path, hosts: Hosts) -> None:
@@ -454,4 +337,4 @@ def test_nodes_that_disagree_are_told(tmp_path: Path, hosts: Hosts) -> None:
     first.process.send_signal(signal.SIGINT)
     status, _, err = first.finish()
     assert status == 128 + signal.SIGINT, err
-    assert not list((tmp_path / "out").iterdir())
+    assert not list(first.out.iterdir())

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.launched import environment
 from tests.harness.warm import Warm
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 100.0
 # whatever could tell a rank who it is
 IDENTITY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -34,20 +34,14 @@ comm.destroy_process_group()
 """
 
 
-def _environment(extra: dict[str, str]) -> dict[str, str]:
-    kept = {
-        name: value for name, value in os.environ.items() if name not in IDENTITY and not name.startswith(SCHEDULERS)
-    }
-    return {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), **extra}
-
-
 def _run(folder: Path, commands: list[list[str]], environments: list[dict[str, str]]) -> list[dict]:
     """Start one process per command, wait for all, and return what the ranks wrote, by rank."""
     (folder / "script.py").write_text(SCRIPT)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": folder}
+    nobody = {k: v for k, v in environment().items() if k not in IDENTITY and not k.startswith(SCHEDULERS)}
     started = [
-        subprocess.Popen([*command, str(folder / "script.py"), str(folder)], env=_environment(env), cwd=folder, **pipes)
-        for command, env in zip(commands, environments, strict=True)
+        subprocess.Popen([*command, str(folder / "script.py"), str(folder)], env=nobody | variables, **pipes)
+        for command, variables in zip(commands, environments, strict=True)
     ]
     end = time.monotonic() + LIMIT_S
     try:
@@ -70,12 +64,9 @@ def _slurm(rank: int, job: int) -> dict[str, str]:
     return {
         "SLURM_JOB_ID": str(job),
         "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NTASKS": "2",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_JOB_NODELIST": "localhost",
+        **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID"), str(rank)),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"), "2"),
+        **dict.fromkeys(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), "localhost"),
     }
 
 

@@ -7,7 +7,6 @@ import errno
 import gzip
 import json
 import logging
-import os
 import subprocess
 import threading
 import time
@@ -27,18 +26,20 @@ from deepspeed.comm.point_to_point import Wire
 from deepspeed.errors import UsageError
 from deepspeed.monitor.log import logger
 from deepspeed.monitor.runfile import read_run
-from deepspeed.profiling.timeline import collect
+from deepspeed.profiling.timeline import collect, observer
 from deepspeed.profiling.timeline.collect import clock_offset
 from deepspeed.profiling.timeline.observer import Observer
 from deepspeed.tools.report.run import page
+from deepspeed.tools.verify.grads import full_parameters
 from tests.harness import pipes
+from tests.harness.launched import environment
+from tests.harness.lockstep import equal
 from tests.harness.logs import logged
 from tests.harness.patience import slowdown
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start
 from tests.harness.warm import Warm
 
-ROOT = Path(__file__).resolve().parents[2]
 WIDTH, BLOCKS, MICROS = 8, 3, 2
 
 
@@ -79,35 +80,30 @@ def _state(engine: Any) -> list[Any]:
     return [names, hooks, listeners, len(logger.handlers)]
 
 
-def _watched(stage: int, folder: str, steps: int, changes: dict[str, Any]) -> dict[str, Any]:
-    config = _config(stage, folder, **changes)
+def _watched(stage: int, folder: str, steps: int) -> dict[str, Any]:
+    config = _config(stage, folder)
     plain = start(_model(), {k: v for k, v in config.items() if k != "observe"})
     losses = _train(plain, steps)
     bare = _state(plain)
-    weights = {n: p.detach().clone() for n, p in _whole(plain).items()}
+    weights = full_parameters(plain.module)
     plain.destroy()
     engine = start(_model(), config)
     watched = _state(engine)
     same = _train(engine, steps) == losses
-    out = {"same": same and all(torch.equal(p, weights[n]) for n, p in _whole(engine).items())}
+    out = {"same": same and equal(full_parameters(engine.module), weights), "losses": losses}
     if stage == 3:
         engine.save_checkpoint(f"{folder}/saved")
-    counts = engine.runtime.counts.gathers, engine.runtime.counts.reductions
-    observer = engine._lasting._exit_callbacks
-    names = {"bare": bare, "watched": watched}
-    for callback in [*observer]:
+    _close_observer(engine)
+    states = {"bare": bare, "watched": watched, "after": _state(engine)}
+    engine.destroy()
+    return out | states
+
+
+def _close_observer(engine: Any) -> None:
+    for callback in [*engine._lasting._exit_callbacks]:
         owner = getattr(callback[1], "__wrapped__", None)
         if isinstance(getattr(owner, "__self__", None), Observer):
             owner.__self__.close()
-    names["after"] = _state(engine)
-    engine.destroy()
-    return out | names | {"counts": counts, "losses": losses}
-
-
-def _whole(engine: Any) -> dict[str, torch.Tensor]:
-    from deepspeed.tools.verify.grads import full_parameters
-
-    return full_parameters(engine.module)
 
 
 def _events(path: Path) -> tuple[list[dict[str, Any]], dict[tuple[int, int], str]]:
@@ -136,7 +132,7 @@ def _check_rows(events: list[dict[str, Any]]) -> None:
 def test_the_trace_and_the_record_show_what_happened_and_change_nothing(
     pool2: RankPool, tmp_path: Path, stage: int
 ) -> None:
-    results = pool2.run(_watched, stage, str(tmp_path), 4, {})
+    results = pool2.run(_watched, stage, str(tmp_path), 4)
     for result in results:
         assert result["same"], "watched, it computes the same, bit by bit"
         assert result["after"] == result["bare"], "afterwards nothing is left of it"
@@ -179,21 +175,7 @@ def test_the_trace_and_the_record_show_what_happened_and_change_nothing(
         assert line["step"] == 4 and line["bytes"] > 1000 and 0 < line["seconds"] <= line["until_named_s"]
 
 
-def _drive(folder: str) -> None:
-    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
-    engine = start(_model(), _config(3, folder, zero=zero, observe={"run": None}))
-    _train(engine, 3)
-    engine.destroy()
-
-
-def test_the_trace_shows_transfers_between_tiers(pool2: RankPool, tmp_path: Path) -> None:
-    pool2.run(_drive, str(tmp_path))
-    events, rows = _events(tmp_path / "t.json.gz")
-    names = Counter((e["pid"], e["name"]) for e in events if rows[e["pid"], e["tid"]] == "tier transfers")
-    assert all(names[rank, what] for rank in (0, 1) for what in ("read", "write"))
-
-
-def _slow(folder: str, nap_s: float) -> tuple[list[str], list[Any]]:
+def _slow(folder: str, nap_s: float) -> list[str]:
     monitor = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "csv"}}
     engine = start(_model(), _config(3, folder, observe={"trace": None, "slow_steps": 3}, **monitor))
     with logged(logging.WARNING) as lines, contextlib.ExitStack() as stack:
@@ -207,12 +189,12 @@ def _slow(folder: str, nap_s: float) -> tuple[list[str], list[Any]]:
                 break
             _train(engine, 2, slow_rank=1, nap_s=nap_s)
         _train(engine, 3, slow_rank=1, nap_s=nap_s)
-    return lines, []
+    return lines
 
 
 def test_a_rank_that_sleeps_is_named_once_and_the_others_are_not(pool3: RankPool, tmp_path: Path) -> None:
     nap_s = 0.05 * slowdown()  # longer than what a busy machine adds to the others' work
-    lines = [lines for lines, _ in pool3.run(_slow, str(tmp_path), nap_s)]
+    lines = pool3.run(_slow, str(tmp_path), nap_s)
     slow = [line for line in lines[0] if "is slow" in line]
     assert len(slow) == 1 and slow[0].startswith("rank 1 "), lines
     assert not [line for line in lines[1] + lines[2] if "is slow" in line], "one rank says it"
@@ -241,10 +223,7 @@ def _short(folder: str) -> tuple[list[bool], list[Any], list[Any]]:
         for _ in range(20):
             heard.append(bool(engine.runtime.events))
             _train(engine, 1)
-        for callback in [*engine._lasting._exit_callbacks]:
-            owner = getattr(callback[1], "__wrapped__", None)
-            if isinstance(getattr(owner, "__self__", None), Observer):
-                owner.__self__.close()
+        _close_observer(engine)
         after = _state(engine)
         engine.destroy()
     return heard, before, after
@@ -348,9 +327,8 @@ raise ValueError("the data is bad")
 
 
 def test_a_script_that_leaves_its_engine_has_a_whole_record(tmp_path: Path, warm: Warm) -> None:
-    env = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [warm.python, "-c", LEFT_SCRIPT, str(tmp_path)]
-    ended = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 1 and ended.stderr.count("Traceback") == 1, ended.stderr
     run = read_run(tmp_path)
     assert [line["step"] for line in run.updates] == [1, 2, 3, 4, 5]
@@ -398,17 +376,25 @@ def test_off_runs_no_thread_and_no_listener(pool2: RankPool) -> None:
     assert pool2.run(_unwatched) == [([], 0)] * 2
 
 
-def _many(folder: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deepspeed.profiling.timeline.observer._MOST_SPANS", 150)
-        engine = start(_model(), _config(3, folder, observe={"run": None, "steps": [1, 4]}))
+def _traced(folder: str, zero: dict[str, Any], most: int) -> None:
+    """Four updates in a trace, with room for ``most`` spans."""
+    with patch.object(observer, "_MOST_SPANS", most):
+        engine = start(_model(), _config(3, folder, zero=zero, observe={"run": None, "steps": [1, 4]}))
         _train(engine, 4)
         engine.destroy()
 
 
-def test_memory_of_a_trace_is_bounded_and_what_had_no_room_is_counted(pool2: RankPool, tmp_path: Path) -> None:
-    pool2.run(_many, str(tmp_path))
+def test_the_trace_shows_transfers_between_tiers(pool2: RankPool, tmp_path: Path) -> None:
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    pool2.run(_traced, str(tmp_path), zero, 100_000)
     events, rows = _events(tmp_path / "t.json.gz")
+    names = Counter((e["pid"], e["name"]) for e in events if rows[e["pid"], e["tid"]] == "tier transfers")
+    assert all(names[rank, what] for rank in (0, 1) for what in ("read", "write"))
+
+
+def test_memory_of_a_trace_is_bounded_and_what_had_no_room_is_counted(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(_traced, str(tmp_path), {}, 150)
+    events, _ = _events(tmp_path / "t.json.gz")
     assert len([e for e in events if e["pid"] == 0 and not e["name"].startswith("step ")]) <= 150
     text = gzip.decompress((tmp_path / "t.json.gz").read_bytes()).decode()
     assert "spans had no room" in text
@@ -416,12 +402,7 @@ def test_memory_of_a_trace_is_bounded_and_what_had_no_room_is_counted(pool2: Ran
 
 def _in_turn(folder: str) -> None:
     """A disk that is full on the first rank: the others have sent what they had, and training goes on."""
-    with pytest.MonkeyPatch.context() as patch:
-
-        def full(*_: Any) -> None:
-            raise OSError(28, "No space left on device")
-
-        patch.setattr(collect, "_write_rank", full)
+    with patch.object(collect, "_write_rank", side_effect=OSError(errno.ENOSPC, "No space left on device")):
         engine = start(_model(), _config(3, folder, observe={"run": None}))
         _train(engine, 5)
         engine.destroy()

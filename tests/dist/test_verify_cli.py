@@ -85,6 +85,7 @@ def build_nothing() -> int:
 HERE = "tests.dist.test_verify_cli"
 
 
+@pytest.mark.exhaustive  # a user's model takes the same way below; what is built in is trained in test_parity_matrix.py
 def test_built_in_model_passes_at_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grads"]) == 0
     shown = capsys.readouterr().out
@@ -93,18 +94,16 @@ def test_built_in_model_passes_at_every_stage(capsys: pytest.CaptureFixture[str]
 
 def test_users_model_and_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "ds.json"
-    config.write_text(
-        json.dumps({
-            "train_batch_size": 64,
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": 0.5,
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "Lamb", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        }),
-        encoding="utf-8",
-    )  # fmt: skip
-    assert main(["grads", "--model", f"{HERE}:build_with_data", "--config", str(config)]) == 0
+    given = {
+        "train_batch_size": 64,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Lamb", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    config.write_text(json.dumps(given), encoding="utf-8")
+    assert main(["grads", "--model", f"{HERE}:build_with_data", "--config", str(config), "--steps", "2"]) == 0
     shown = capsys.readouterr().out
     assert "set aside from the configuration (but for the dtypes): bf16, optimizer, train_batch_size" in shown
     assert main(["grads", "--model", f"{HERE}:build", "--ranks", "1", "--steps", "1"]) == 0
@@ -116,24 +115,20 @@ def test_a_model_that_cannot_agree_fails_and_is_named(capsys: pytest.CaptureFixt
     assert "FAIL" in shown and "largest error" in shown
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--model", f"{HERE}:no_such_function"], "has no attribute 'no_such_function'"),
-        (["--model", f"{HERE}:build_nothing"], "must return a module"),
-    ],
-)
-def test_wrong_input_is_a_sentence_and_exit_2(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["grads", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("ds_verify: ") and words in told and "Traceback" not in told
+def test_wrong_input_is_a_sentence_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for function, words in (
+        ("no_such_function", "has no attribute 'no_such_function'"),
+        ("build_nothing", "must return a module"),
+    ):
+        assert main(["grads", "--model", f"{HERE}:{function}"]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("ds_verify: ") and words in told and "Traceback" not in told
 
 
-def test_matrix_is_the_documented_product() -> None:
+def test_cells_are_the_documented_products() -> None:
     cells = matrix_cells()
     assert len(cells) == len({cell.label() for cell in cells}) == 4 * 2 * 2 * 2 * 6
+    assert len(built_in_cells()) == len({cell.label for cell in built_in_cells()}) == 4 * 7 + 3
 
 
 def test_errors_are_infinite_for_nan_and_wrong_shapes() -> None:
@@ -162,7 +157,7 @@ def test_the_reference_keeps_a_loss_as_it_was_before_the_step() -> None:
 
 # -- verify data ----------------------------------------------------------------------------------------------------
 def test_no_sample_twice_none_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "--save-n", "4", "--load-n", "3", "--workers", "2", "--samples", "101"]) == 0
+    assert main(["data", "--save-n", "3", "--load-n", "2", "--workers", "2", "--samples", "101"]) == 0
     shown = capsys.readouterr().out
     assert shown.endswith("101 samples: no sample twice, none missing\n") and "then saved" in shown
 
@@ -187,10 +182,8 @@ def test_ends_of_an_epoch(
 
 
 def test_a_rank_that_fails_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["data", "--save-n", "1", "--load-n", "1", "--workers", "0", "--samples", "4", "--time-limit", "0.001"])
-        == 1
-    )
+    sizes = ("--save-n", "1", "--load-n", "1", "--workers", "0", "--samples", "4")
+    assert main(["data", *sizes, "--time-limit", "0.001"]) == 1
     assert capsys.readouterr().out.endswith("FAIL\n")
 
 
@@ -205,14 +198,10 @@ def test_the_first_offenders_are_named() -> None:
         "1 missing: 4",
     ]
     assert faults([[0], [1]], [[2, 3], [4]], 5) == ["load: ranks saw [1, 2] samples"]
-    assert (
-        faults([[0, 1]], [[1] * 18], 20)[0]
-        == "1 seen twice: 1 (" + "rank 0 of the save, " + ", ".join(["rank 0 of the load"] * 18) + ")"
-    )
+    places = ["rank 0 of the save", *["rank 0 of the load"] * 18]
+    assert faults([[0, 1]], [[1] * 18], 20)[0] == f"1 seen twice: 1 ({', '.join(places)})"
     assert faults([[0]], [[]], 20) == ["19 missing: 1, 2, 3, 4, 5, 6, 7, 8, ..."]
-
-
-def test_padding_is_not_counted() -> None:
+    # Padding is not counted.
     assert faults([[0], [1]], [[2, 4], [3, 0]], 5) == []
     assert faults([[0, 2], [1, 0]], [[], []], 3) == []
     assert faults([[0, 2], [1, 0]], [[1], [2]], 3) != []
@@ -264,10 +253,6 @@ def test_a_model_that_cannot_be_resumed_fails_and_the_field_is_named(capsys: pyt
     assert main(["resume", "--model", f"{HERE}:build_unrepeatable", "--steps", "2", "--at", "1", "--ranks", "1"]) == 1
     shown = capsys.readouterr().out
     assert "FAIL" in shown and "loss: number" in shown
-
-
-def test_cells_are_the_documented_product() -> None:
-    assert len(built_in_cells()) == len({cell.label for cell in built_in_cells()}) == 4 * 7 + 3
 
 
 def test_the_first_difference_is_named() -> None:

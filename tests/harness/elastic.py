@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness.launched import environment
+
 SAMPLES = 480  # ten epochs of 40 updates
 BATCH = 12
 CONFIG: dict[str, Any] = {
@@ -139,8 +140,7 @@ class ElasticJob:
         """``enter``: what stands before the command; ``program``: another launcher."""
         self.folder, self.scratch, self.out = folder, folder / f"{name}.tmp", folder / f"{name}.out"
         self.scratch.mkdir(parents=True)
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_", "MASTER_"))}
-        env |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TMPDIR": str(self.scratch)}
+        env = environment(OMP_NUM_THREADS="1", TMPDIR=str(self.scratch))
         env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # torch makes it, and leaves it
         command = [*enter, sys.executable, "-m", *program, *flags]
         with self.out.open("w") as out:

@@ -4,13 +4,14 @@
 network namespace and standard streams to that process. It gets the signals for the launcher and ends as that does; when
 it is killed, so is the launcher. Of the package only what a launcher imports is there before.
 
-Ranks of a launcher with the variable ``RANKS`` are such forks too. It knows other processes as its ranks, so it cannot
-tell whose error came first.
+Ranks of a launcher with the variable ``RANKS`` are such forks too, of which it knows the stand-ins: it names other
+process ids than the ranks do, and what ends a rank by Ctrl-C is an ordinary error to it.
 """
 
 import atexit
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import runpy
@@ -19,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -33,7 +35,8 @@ import json, os, signal, socket, sys
 
 def be(end):
     if end < 0:
-        signal.signal(-end, signal.SIG_DFL)
+        if end != -signal.SIGKILL:  # which nobody can handle
+            signal.signal(-end, signal.SIG_DFL)
         os.kill(os.getpid(), -end)
     os._exit(end)
 
@@ -81,7 +84,10 @@ def _become(request: bytes, streams: list[int]) -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # what was found before the variables were those of the client
     sys.executable = environment.get(RANKS, sys.executable)
+    if "DS_CRASH_REPORT" in environment:  # as Python does when a rank begins
+        importlib.import_module("deepspeed.launcher.crash_report.sitecustomize")
     space = f"/proc/{client}/ns/net"
     if os.readlink(space) != os.readlink("/proc/self/ns/net"):
         libc = ctypes.CDLL(None, use_errno=True)
