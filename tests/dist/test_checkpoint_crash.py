@@ -89,21 +89,20 @@ def crash_and_resume(job: SavingJob, point: tuple[str, str, str, int], *, nth: i
     assert not still, still
 
 
-@pytest.mark.in_make_test(
-    "after the manifest", "after it has its name", "before latest names it", "when the old one has lost its name"
-)
+@pytest.mark.in_make_test("after the manifest", "after it has its name", "when the old one has lost its name")
 @pytest.mark.parametrize("where", POINTS)
 def test_killed_at_a_turning_point_of_a_save(where: str, tmp_path: Path) -> None:
     # Pruning finds its first victim in the second save.
     crash_and_resume(SavingJob(str(tmp_path), RANKS, keep_last=1), POINTS[where], nth=1 if "old one" in where else 2)
 
 
+@pytest.mark.in_make_test("before latest names it")
 @pytest.mark.parametrize("where", ["after the manifest", "before latest names it"])
 def test_killed_at_a_turning_point_of_a_background_save(where: str, tmp_path: Path) -> None:
     crash_and_resume(SavingJob(str(tmp_path), RANKS, background=True), POINTS[where])
 
 
-@pytest.mark.in_make_test("before the first rename", "between the two renames", "before the old one is thrown away")
+@pytest.mark.in_make_test("between the two renames", "before the old one is thrown away")
 @pytest.mark.parametrize("where", SAME_TAG)
 def test_killed_while_a_tag_is_overwritten(where: str, tmp_path: Path) -> None:
     crash_and_resume(SavingJob(str(tmp_path), 1, tag="newest"), SAME_TAG[where], nth=2 if "second" in where else 1)

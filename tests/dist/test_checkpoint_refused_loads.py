@@ -26,9 +26,8 @@ from tests.harness.training import make_config, start
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.01}}
 
 
-def engine_of(stage: int, **changes: Any) -> Any:
-    options = {name: changes.pop(name) for name in ("training_data",) if name in changes}
-    return start(Stack(depth=1).train(), make_config(stage, **changes), **options)
+def engine_of(stage: int, *, data: Any = None, **changes: Any) -> Any:
+    return start(Stack(depth=1).train(), make_config(stage, **changes), training_data=data)
 
 
 def train(engine: Any, count: int) -> None:
@@ -71,7 +70,7 @@ def test_a_damaged_gradient_of_an_open_window_is_refused_on_every_rank(
 
 def other_data(folder: str) -> tuple[str, str, int]:
     def engine_of_samples(count: int, **checkpoint: Any) -> Any:
-        return engine_of(1, checkpoint=checkpoint, training_data=TensorDataset(torch.zeros(count, IN_FEATURES)))
+        return engine_of(1, checkpoint=checkpoint, data=TensorDataset(torch.zeros(count, IN_FEATURES)))
 
     engine = engine_of_samples(40)
     next(iter(engine.training_dataloader))
