@@ -251,32 +251,29 @@ def test_training_goes_on_where_it_was_after_a_failure_was_caught(pool2: RankPoo
 # -- places where nothing can be saved ---------------------------------------------------------------------------
 
 
-def refused_at_once(folders_of_ranks: list[str]) -> str:
+def refused_at_once(places: list[tuple[str, str]]) -> list[str]:
+    """What saves into the first rank's and the second rank's folder say, one after the other."""
     engine = engine_of()
-    said = outcome(lambda: engine.save_checkpoint(folders_of_ranks[dist.get_rank()]))
+    said = [outcome(lambda place=place: engine.save_checkpoint(place[dist.get_rank()])) for place in places]
     train(engine, 1)
     engine.destroy()
     return said
 
 
-def test_a_save_dir_that_is_a_file_is_refused(pool2: RankPool, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        for said in pool2.run(refused_at_once, [str(path)] * 2):
-            assert "CheckpointError" in said and str(path) in said
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_a_save_dir_that_cannot_be_made_is_refused(pool2: RankPool) -> None:
-    for said in pool2.run(refused_at_once, ["/proc/nowhere/x"] * 2):
-        assert "CheckpointError" in said and "/proc/nowhere" in said and "cannot be written" in said
-
-
-def test_a_save_dir_that_ranks_do_not_share_is_refused_and_left_clean(pool2: RankPool, tmp_path: Path) -> None:
-    paths = [tmp_path / "a", tmp_path / "b"]
-    for said in pool2.run(refused_at_once, [str(p) for p in paths]):
-        assert "CheckpointError" in said and "not shared" in said
-    assert [list(p.iterdir()) if p.exists() else [] for p in paths] == [[], []]
+def test_a_save_dir_where_nothing_can_be_saved_is_refused_and_left_clean(pool2: RankPool, tmp_path: Path) -> None:
+    file, own = tmp_path / "file", [tmp_path / "a", tmp_path / "b"]
+    file.write_text("mine")
+    rows = [
+        ([file, file], [str(file)]),
+        ([file / "below"] * 2, [str(file / "below")]),
+        ([Path("/proc/nowhere/x")] * 2, ["/proc/nowhere", "cannot be written"]),
+        (own, ["not shared"]),
+    ]
+    for told in pool2.run(refused_at_once, [tuple(map(str, place)) for place, _ in rows]):
+        for (_, words), said in zip(rows, told, strict=True):
+            assert all(word in said for word in ("CheckpointError", *words)), said
+    assert file.read_text() == "mine"
+    assert [list(p.iterdir()) if p.exists() else [] for p in own] == [[], []]
 
 
 # -- the real thing ------------------------------------------------------------------------------------------------
