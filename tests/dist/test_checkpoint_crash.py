@@ -33,8 +33,8 @@ POINTS: dict[str, tuple[str, str, str, int]] = {
     "before the old one is removed": ("rename", r"/step\d \S+\.removed-", "before", 2),
     "when the old one has lost its name": ("rename", r"/step\d \S+\.removed-", "after", 2),
 }
-# The same tag again and again: the new one takes the old one's place in one step, or in two, where the filesystem has no
-# such step.
+# The same tag again and again: the new one takes the old one's place in one step, or in two, where a filesystem has none
+# such.
 EXCHANGE: dict[str, tuple[str, str, str, int]] = {
     "before the exchange": ("_swap", r"/newest$", "before", 1),
     "after the exchange": ("_swap", r"/newest$", "after", 2),

@@ -280,17 +280,16 @@ def test_masters_follow_and_keep_what_rounds_to_the_same(pool2: RankPool, layout
 def under_way(layout: str) -> bool:
     """Moved right after a step whose update is not over; what is not late is as without offload."""
     source, target = engine_of(layout), engine_of("zero3", other=True)
-    plain = engine_of("zero1") if layout == "early" else source
+    beside = [engine_of("zero1")] if layout == "early" else []
     there, good = ParameterReallocation(source, target), True
     for turn in range(3):
-        train(source, turn)
-        if plain is not source:
-            train(plain, turn)
+        for engine in (source, *beside):
+            train(engine, turn)
         there.run()
         moved = whole(target)
         good = good and equal(whole(source), moved)
-        good = good and all((moved[n] - t).abs().max() <= 1e-5 for n, t in whole(plain).items())
-    for engine in {source, target, plain}:
+        good = good and all((moved[n] - t).abs().max() <= 1e-5 for plain in beside for n, t in whole(plain).items())
+    for engine in (source, target, *beside):
         engine.destroy()
     return good
 
