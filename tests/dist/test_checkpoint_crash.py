@@ -33,14 +33,14 @@ POINTS: dict[str, tuple[str, str, str, int]] = {
     "before the old one is removed": ("rename", r"/step\d \S+\.removed-", "before", 2),
     "when the old one has lost its name": ("rename", r"/step\d \S+\.removed-", "after", 2),
 }
-# The same tag again and again: the new one takes the old one's place in one step, or in two, where a filesystem has none
-# such.
+# The same tag again and again: the new one takes the old one's place in one step ...
 EXCHANGE: dict[str, tuple[str, str, str, int]] = {
     "before the exchange": ("_swap", r"/newest$", "before", 1),
     "after the exchange": ("_swap", r"/newest$", "after", 2),
     "before the exchanged one is thrown away": ("discard", r"/\.newest\.saving-[^/]*$", "before", 2),
     "before the files of the old one go": ("rmtree", r"/\.newest\.saving-[^/]*$", "before", 2),
 }
+# ... or in two, where the filesystem has no such step.
 RENAMES: dict[str, tuple[str, str, str, int]] = {
     "before the first rename": ("rename", r"newest \S+\.replaced-", "before", 1),
     "between the two renames": ("rename", r"newest \S+\.replaced-", "after", 1),

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from deepspeed.monitor import hostmem
 from deepspeed.monitor.hostmem import Pool
-from deepspeed.tools.verify.models import IN_FEATURES, OUT_FEATURES, ResidualBlock, case_named
+from deepspeed.tools.verify.models import ResidualBlock, case_named
 from deepspeed.zero import Init, build as zero_build
 from deepspeed.zero.memory.fit import MemoryPlan
 from deepspeed.zero.plan import StateKind
 from tests.harness.logs import logged
-from tests.harness.offload import WIDTH, same, snapshot, wide_case
+from tests.harness.offload import WIDTH, Wide, same, snapshot, wide_case
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start, train_step
 
@@ -27,19 +27,12 @@ STEPS = 2
 GROUP = "control group /job (memory.max 9 MiB)"
 
 
-class Deep(nn.Module):
+class Deep(Wide):
     """Gradients of twelve equal blocks are more than the buffers that lead to a drive."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inp, self.head = nn.Linear(IN_FEATURES, WIDTH), nn.Linear(WIDTH, OUT_FEATURES)
         self.layers = nn.ModuleList([ResidualBlock(WIDTH) for _ in range(12)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
 
 @contextlib.contextmanager

@@ -152,10 +152,6 @@ def test_messages_of_a_stream_are_batched_on_nccl_which_makes_a_communicator_for
     assert sent[3] and all(one.startswith("irecv") for one in sent[3]) and len(sent[3]) == sum(map(len, sent[:3]))
 
 
-class Own(Exception):
-    pass
-
-
 def abandoned(how: str, who: str) -> tuple[str, float]:
     """What this rank was told, and the error of training that goes on."""
     pair = Lockstep(case_named("plain"), make_config(3, zero={"param_persistence_threshold": 0}))
@@ -169,7 +165,7 @@ def abandoned(how: str, who: str) -> tuple[str, float]:
                 with kept as buckets:
                     for number, _ in enumerate(buckets):
                         if number == 1:
-                            raise Own("disk full")
+                            raise OSError("disk full")
             for number, _ in enumerate(kept):
                 if number == 1:
                     break
