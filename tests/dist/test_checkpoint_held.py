@@ -272,6 +272,7 @@ def stopped(folder: str, drive: str) -> list[str]:
         told = outcome(lambda: engine.save_checkpoint(folder, tag="a"))
         bad += [] if "no memory" in told else [f"said {told!r}"]
     dist.barrier()
+    bad += [f"left by the refusal: {p}" for p in Path(folder).iterdir()]
     train(engine, 1)  # would wait for ever if something were still held
     with mock.patch.object(Copies, "take", side_effect=interrupt), pytest.raises(KeyboardInterrupt):
         engine.save_checkpoint(folder, tag="a")
