@@ -126,8 +126,8 @@ def test_another_model_is_refused_and_changes_nothing_or_takes_what_fits(
 def other_optimizer(kind: str, folder: str) -> tuple[str, str, bool]:
     """What loading under another optimizer says; what has changed by it; and whether it works without its state."""
     case = case_named("frozen" if kind == "thawed" else "plain")
-    there = {"optimizer": None, "scheduler": None, "steps": 0} if kind == "none" else {}
-    saved(folder, 2, case=case, **there).destroy()
+    stage, there = (3, {"optimizer": None, "scheduler": None, "steps": 0}) if kind == "none" else (2, {})
+    saved(folder, stage, case=case, **there).destroy()
     model = case.build()
     params, config = list(model.parameters()), make_config(2, optimizer=None)
     if kind == "thawed":
