@@ -160,7 +160,7 @@ def run_training(kind: Any, stage: int, place: str) -> tuple[float, str, bool]:
     return (*worst, same_base(model, base))
 
 
-@pytest.mark.in_make_test("Codes4-0-device", "Rows8-3-device", "Codes4-3-host")
+@pytest.mark.in_make_test("0-device-Codes4", "3-device-Rows8", "3-host-Codes4")
 @pytest.mark.parametrize("kind", [Codes4, Rows8])
 @pytest.mark.parametrize(("stage", "place"), [*((stage, "device") for stage in STAGES), (3, "host")])
 def test_adapters_train_on_a_quantized_base_as_in_plain_torch(
