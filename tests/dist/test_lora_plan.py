@@ -163,7 +163,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     return run_all(commands, folder, limit_s=300)
 
 
-@pytest.mark.in_make_test("2", "3, adapters in shards", "3, all on the host", "3, base on a drive")
+@pytest.mark.in_make_test("2", "3, all on the host", "3, base on a drive")
 @pytest.mark.parametrize("name", CASES)
 def test_planned_bytes_are_what_a_rank_holds(
     planned: dict[str, Any], pool2: RankPool, tmp_path: Path, name: str
