@@ -33,15 +33,15 @@ POINTS: dict[str, tuple[str, str, str, int]] = {
     "before the old one is removed": ("rename", r"/step\d \S+\.removed-", "before", 2),
     "when the old one has lost its name": ("rename", r"/step\d \S+\.removed-", "after", 2),
 }
-# The same tag again and again: the new one takes the old one's place in one step.
+# The same tag again and again: the new one takes the old one's place in one step ...
 EXCHANGE: dict[str, tuple[str, str, str, int]] = {
     "before the exchange": ("_swap", r"/newest$", "before", 1),
     "after the exchange": ("_swap", r"/newest$", "after", 2),
-    "before the old one is thrown away": ("discard", r"/\.newest\.saving-[^/]*$", "before", 2),
+    "before the exchanged one is thrown away": ("discard", r"/\.newest\.saving-[^/]*$", "before", 2),
     "before the files of the old one go": ("rmtree", r"/\.newest\.saving-[^/]*$", "before", 2),
 }
-# Or in two, where the filesystem has no such step.
-SAME_TAG: dict[str, tuple[str, str, str, int]] = {
+# ... or in two, where the filesystem has no such step.
+RENAMES: dict[str, tuple[str, str, str, int]] = {
     "before the first rename": ("rename", r"newest \S+\.replaced-", "before", 1),
     "between the two renames": ("rename", r"newest \S+\.replaced-", "after", 1),
     "after the second rename": ("rename", r"\.saving-\S+ \S+/newest", "after", 2),
@@ -70,7 +70,7 @@ def dying(real: Callable[..., Any], pattern: str, when: str, nth: int) -> Callab
 def arm(point: tuple[str, str, str, int], nth: int, rank: int) -> None:
     """Make the first rank die there."""
     if rank == 0:
-        if point in SAME_TAG.values():
+        if point in RENAMES.values():
             folders._swap = lambda *_: False
         name, pattern, when, _ = point
         owner: Any = folders if hasattr(folders, name) else folders.shutil if name == "rmtree" else os
@@ -89,30 +89,29 @@ def crash_and_resume(job: SavingJob, point: tuple[str, str, str, int], *, nth: i
     assert not still, still
 
 
-@pytest.mark.in_make_test(
-    "after the manifest", "after it has its name", "before latest names it", "when the old one has lost its name"
-)
+@pytest.mark.in_make_test("after the manifest", "after it has its name", "when the old one has lost its name")
 @pytest.mark.parametrize("where", POINTS)
 def test_killed_at_a_turning_point_of_a_save(where: str, tmp_path: Path) -> None:
     # Pruning finds its first victim in the second save.
     crash_and_resume(SavingJob(str(tmp_path), RANKS, keep_last=1), POINTS[where], nth=1 if "old one" in where else 2)
 
 
+@pytest.mark.in_make_test("before latest names it")
 @pytest.mark.parametrize("where", ["after the manifest", "before latest names it"])
 def test_killed_at_a_turning_point_of_a_background_save(where: str, tmp_path: Path) -> None:
     crash_and_resume(SavingJob(str(tmp_path), RANKS, background=True), POINTS[where])
 
 
-@pytest.mark.in_make_test("before the first rename", "between the two renames", "before the old one is thrown away")
-@pytest.mark.parametrize("where", SAME_TAG)
+@pytest.mark.in_make_test(
+    "after the exchange",
+    "before the files of the old one go",
+    "between the two renames",
+    "before the old one is thrown away",
+)
+@pytest.mark.parametrize("where", [*EXCHANGE, *RENAMES])
 def test_killed_while_a_tag_is_overwritten(where: str, tmp_path: Path) -> None:
-    crash_and_resume(SavingJob(str(tmp_path), 1, tag="newest"), SAME_TAG[where], nth=2 if "second" in where else 1)
-
-
-@pytest.mark.in_make_test("after the exchange", "before the files of the old one go")
-@pytest.mark.parametrize("where", EXCHANGE)
-def test_killed_while_a_tag_changes_places_with_the_next(where: str, tmp_path: Path) -> None:
-    crash_and_resume(SavingJob(str(tmp_path), 1, tag="newest"), EXCHANGE[where], nth=1)
+    point = {**EXCHANGE, **RENAMES}[where]
+    crash_and_resume(SavingJob(str(tmp_path), 1, tag="newest"), point, nth=2 if "second" in where else 1)
 
 
 @pytest.mark.exhaustive

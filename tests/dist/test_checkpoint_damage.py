@@ -20,13 +20,12 @@ from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.manifest import _head
 from deepspeed.checkpoint.load.reader import OwnSource, open_checkpoint, read_manifest
 from deepspeed.checkpoint.load.source import whole
-from deepspeed.errors import CheckpointError, PlainStateError
+from deepspeed.errors import CheckpointError
 from deepspeed.tools.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Stack
 from tests.harness.patience import too_long
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start
 
-pytestmark = pytest.mark.timeout(120)
 TAG = "good"
 
 
@@ -42,9 +41,9 @@ class Net(Stack):
         self.register_buffer("shift", torch.full((HIDDEN,), 0.5))
 
 
-def engine_of(depth: int = 1, *, allow_pickle: bool = False) -> Any:
+def engine_of(depth: int = 1, **checkpoint: Any) -> Any:
     torch.manual_seed(3)
-    return start(Net(depth).train(), make_config(3, checkpoint={"allow_pickle": allow_pickle, "client_files": True}))
+    return start(Net(depth).train(), make_config(3, checkpoint={"client_files": True, **checkpoint}))
 
 
 def train(engine: Any, seed: int) -> None:
@@ -166,26 +165,19 @@ def refused(
         assert "CheckpointError" in said and "CHANGED" not in said and all(w in said for w in words), said
 
 
-def be_directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
 def be_link(path: Path) -> None:
-    path.rename(path.parent.parent / "elsewhere")
     other = path.parent.parent / "other"
-    other.write_bytes(bytes((path.parent.parent / "elsewhere").stat().st_size))
+    other.write_bytes(bytes(path.stat().st_size))
+    path.unlink()
     path.symlink_to(other)
 
 
-FILE_FAULTS: dict[str, Callable[[Path], None]] = {
+# on every rank; more files that cannot be read: tests/pure/test_chunk_files.py
+FILE_FAULTS: dict[str, Callable[[Path], Any]] = {
     "missing": Path.unlink,
     "cut": lambda p: os.truncate(p, p.stat().st_size - 4096),
-    "empty": lambda p: os.truncate(p, 0),
-    "longer": lambda p: p.write_bytes(p.read_bytes() + b"\0"),  # type: ignore[dict-item, return-value]
-    "a directory": be_directory,
+    "longer": lambda p: p.write_bytes(p.read_bytes() + b"\0"),
     "a link to other bytes": be_link,
-    "a pipe": lambda p: (p.unlink(), os.mkfifo(p))[0],
 }
 
 
@@ -193,16 +185,6 @@ FILE_FAULTS: dict[str, Callable[[Path], None]] = {
 def test_a_file_that_is_not_what_was_saved_is_refused_on_every_rank(pool2: RankPool, copy: Path, fault: str) -> None:
     FILE_FAULTS[fault](copy / TAG / "rank_00001.bin")
     refused(pool2, copy, "rank_00001.bin", " of ")
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "rank_00000.bin"])
-def test_a_file_that_may_not_be_read_is_refused(copy: Path, name: str) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("root may read everything")
-    (copy / TAG / name).chmod(0)
-    with pytest.raises(CheckpointError, match=rf"{name}.*[Pp]ermission"):
-        source = open_checkpoint(copy / TAG)
-        [whole(source, key) for key in source.entries]
 
 
 def test_a_link_to_the_same_bytes_is_as_good_as_a_file(original: Path, copy: Path) -> None:
@@ -214,18 +196,19 @@ def test_a_link_to_the_same_bytes_is_as_good_as_a_file(original: Path, copy: Pat
     assert all(torch.equal(whole(source, key), whole(wanted, key)) for key in source.entries)
 
 
-def load_weights_alone(folder: str) -> str:
-    """What loading into a model of one more layer says, where no optimizer state can be missed."""
-    engine = engine_of(2)
+def load_alone(folder: str, depth: int, **options: Any) -> str:
+    """What a load says; the engine is not used any more."""
+    engine = engine_of(depth)
     before = state(engine)
-    said = outcome(lambda: engine.load_checkpoint(folder, load_optimizer_states=False))
+    said = outcome(lambda: engine.load_checkpoint(folder, **options))
     changed = not same(before, state(engine))
     engine.destroy()
     return said + " CHANGED" * changed
 
 
 def test_a_checkpoint_without_some_of_the_weights_is_refused_with_names(pool2: RankPool, copy: Path) -> None:
-    for said in pool2.run(load_weights_alone, str(copy)):
+    """The model has one more layer, of which no optimizer state is missed."""
+    for said in pool2.run(load_alone, str(copy), 2, load_optimizer_states=False):
         assert "CheckpointError" in said and "layers.1.up.weight" in said and "CHANGED" not in said, said
 
 
@@ -258,16 +241,9 @@ def test_a_pickle_of_the_right_length_is_refused_unread(pool2: RankPool, copy: P
     path = copy / TAG / "rank_00000.bin"
     content = pickle.dumps(Evil(tmp_path / "sentinel"))
     path.write_bytes(content + path.read_bytes()[len(content) :])
-    for said in pool2.run(load_torn, str(copy)):
+    for said in pool2.run(load_alone, str(copy), 1):  # it may have changed, as what is torn trains no further
         assert "CheckpointError" in said and "rank_00000.bin" in said
     assert not (tmp_path / "sentinel").exists()
-
-
-def load_torn(folder: str) -> str:
-    engine = engine_of()
-    said = outcome(lambda: engine.load_checkpoint(folder))
-    engine.destroy()
-    return said
 
 
 def test_a_pickle_among_the_files_for_other_programs_is_never_read(pool2: RankPool, copy: Path, tmp_path: Path) -> None:
@@ -302,18 +278,6 @@ def test_pickled_client_state_needs_consent_and_its_checksum(pool2: RankPool, tm
     assert not (tmp_path / "sentinel").exists()
 
 
-def test_without_consent_what_needs_pickle_is_not_saved(pool2: RankPool, tmp_path: Path) -> None:
-    assert pool2.run(save_odd, str(tmp_path)) == [True, True]
-    assert list(tmp_path.iterdir()) == []
-
-
-def save_odd(folder: str) -> bool:
-    engine = engine_of()
-    said = outcome(lambda: engine.save_checkpoint(folder, client_state={"odd": Odd()}))
-    engine.destroy()
-    return PlainStateError.__name__ in said and "odd" in said
-
-
 # -- manifests that somebody made --------------------------------------------------------------------------------
 
 
@@ -341,10 +305,8 @@ def part(text: dict[str, Any], start: list[int], shape: list[int], *, hi: int = 
 
 
 HUGE = 10**18
+# places outside the folder, and places and dtypes that cannot be: tests/pure/test_manifest.py
 FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "a path upwards": lambda t: box(t).__setitem__(0, "../x"),
-    "an absolute path": lambda t: box(t).__setitem__(0, "/etc/passwd"),
-    "a hidden file": lambda t: box(t).__setitem__(0, ".x"),
     "no name": lambda t: box(t).__setitem__(0, ""),
     "a name with a zero": lambda t: t["files"].__setitem__("a\0b", 1),
     "a file upwards": lambda t: t["files"].__setitem__("../../x", 1),
@@ -354,7 +316,6 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "overlapping boxes": lambda t: entry(t)["boxes"].append(list(box(t))),
     "a gap": lambda t: entry(t)["boxes"].pop(),
     "an offset beyond the file": lambda t: box(t).__setitem__(1, HUGE),
-    "a negative offset": lambda t: box(t).__setitem__(1, -64),
     "an extent beyond the file": lambda t: box(t).__setitem__(2, HUGE),
     "elements beyond the extent": lambda t: box(t).__setitem__(4, HUGE),
     "elements backwards": lambda t: box(t).__setitem__(3, HUGE),
@@ -371,7 +332,6 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a part with fewer sizes": lambda t: part(t, [0], [1]),
     "a part smaller than its elements": lambda t: part(t, [0, 0], [1, 1], hi=2),
     "no dtype": lambda t: entry(t).__setitem__("dtype", "nn"),
-    "a dtype that is a function": lambda t: entry(t).__setitem__("dtype", "load"),
     "the same tensor twice": lambda t: t["tensors"].append(entry(t)),
     "no tensors": lambda t: t.pop("tensors"),
     "facts that are no object": lambda t: t.__setitem__("facts", []),

@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -26,20 +27,17 @@ from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
 from tests.pure.checkpoint_samples import checkpoint
 
-pytestmark = pytest.mark.timeout(120)
-
-
 ARCHIVE = Path(made.__file__).parent / "reference_parts.tar.xz"
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01}}
 
 
-def engine_of(kind: str, stage: int, ep: int) -> Any:
+def engine_of(kind: str, stage: int, ep: int, *, linear_class: type[nn.Linear] = nn.Linear) -> Any:
     """An engine of other weights for the model of ``kind``."""
     torch.manual_seed(7)
     config = make_config(stage, optimizer=ADAMW)
     if kind == "pipe":
         size = made.WORDS, made.HIDDEN
-        linear = LayerSpec(nn.Linear, made.HIDDEN, made.HIDDEN)
+        linear = LayerSpec(linear_class, made.HIDDEN, made.HIDDEN)
         last = TiedLayerSpec("embed", nn.Embedding, *size, forward_fn=made.through_table)
         layers = [TiedLayerSpec("embed", nn.Embedding, *size), linear, torch.tanh, linear, last]
         return start(PipelineModule(layers, num_stages=2, loss_fn=made.pipe_loss), config)
@@ -78,13 +76,28 @@ CELLS = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What DeepSpeed saved, a folder a case."""
+    folder = tmp_path_factory.mktemp("parts")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.mark.in_make_test(
+    "moe_s1_fp32_r4-3-2",
+    "moe_s1_fp32_r4_data-0-2",
+    "autoep_s3_fp32_r4-1-1",
+    "autoep_s0_fp32_r2-2-2",
+    "pipe_s1_fp32_r4-1-1",
+    "tp_s1_fp32_r4-3-1",
+)
 @pytest.mark.parametrize(("case", "stage", "ep"), CELLS)
 def test_an_engine_of_another_layout_has_the_state_that_was_saved(
-    pool2: RankPool, tmp_path: Path, case: str, stage: int, ep: int
+    pool2: RankPool, parts: Path, case: str, stage: int, ep: int
 ) -> None:
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, [m for m in archive if m.name.split("/")[0] == case], filter="data")
-    assert pool2.run(loaded, case, stage, ep, str(tmp_path)) == [[], []]
+    assert pool2.run(loaded, case, stage, ep, str(parts)) == [[], []]
 
 
 class Scaled(nn.Linear):
@@ -96,25 +109,19 @@ class Scaled(nn.Linear):
 
 
 def with_buffers(folder: str) -> list[bool]:
-    size = made.WORDS, made.HIDDEN
-    layers = [TiedLayerSpec("embed", nn.Embedding, *size), LayerSpec(Scaled, made.HIDDEN, made.HIDDEN), torch.tanh]
-    last = TiedLayerSpec("embed", nn.Embedding, *size, forward_fn=made.through_table)
-    model = PipelineModule([*layers, LayerSpec(Scaled, *size[1:] * 2), last], num_stages=2, loss_fn=made.pipe_loss)
-    engine = start(model, make_config(1, optimizer=ADAMW))
+    engine = engine_of("pipe", 1, 1, linear_class=Scaled)
     engine.load_checkpoint(folder)
     found = [bool((buffer == 7).all()) for buffer in engine.module.buffers()]
     engine.destroy()
     return found
 
 
-def test_buffers_are_found_in_the_files_of_a_pipeline_s_layers(pool2: RankPool, tmp_path: Path) -> None:
-    case = "pipe_s1_fp32_r4"
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, [m for m in archive if m.name.split("/")[0] == case], filter="data")
+def test_buffers_are_found_in_the_files_of_a_pipeline_s_layers(pool2: RankPool, parts: Path, tmp_path: Path) -> None:
+    saved = shutil.copytree(parts / "pipe_s1_fp32_r4" / "saved", tmp_path / "saved")
     for layer in ("01", "03"):
-        path = tmp_path / case / "saved" / "global_step2" / f"layer_{layer}-model_states.pt"
+        path = saved / "global_step2" / f"layer_{layer}-model_states.pt"
         torch.save({**torch.load(path), "scale": torch.full((3,), 7.0)}, path)
-    assert pool2.run(with_buffers, str(tmp_path / case / "saved")) == [[True], [True]]
+    assert pool2.run(with_buffers, str(saved)) == [[True], [True]]
 
 
 # -- checkpoint format doc ------------------------------------------------------------------------------------------

@@ -22,24 +22,16 @@ import torch.distributed as dist
 
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.save.writer import RankFile
+from deepspeed.tools.verify.models import case_named
 from deepspeed.tools.verify.ranks import RankPool as OwnPool
-from tests.dist.test_checkpoint_damage import Net, engine_of, same, state, train
+from tests.dist.test_checkpoint_damage import engine_of, same, state, train
 from tests.harness.offload import file_size_limit
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start
 
-pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[2]
 TINY = 8192  # bytes; far below what a rank writes
 BOTH = (0, 1)
-
-
-def background_engine() -> Any:
-    torch.manual_seed(3)
-    return start(
-        torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 8)).train(),
-        make_config(2, checkpoint={"async": True}),
-    )
 
 
 def names(folder: str) -> list[str]:
@@ -76,11 +68,8 @@ def fails_then_goes_on(folder: str, where: str, ranks: tuple[int, ...]) -> list[
     before = state(engine)
     with LIMITS[where]() if dist.get_rank() in ranks else contextlib.nullcontext():
         said = outcome(lambda: engine.save_checkpoint(folder, tag="b"))
-    if (
-        "CheckpointError" not in said
-        or folder not in said
-        or not any(w in said for w in ("free space", "raise the limit"))
-    ):
+    advice = any(words in said for words in ("free space", "raise the limit"))
+    if not advice or "CheckpointError" not in said or folder not in said:
         bad.append(f"it says {said!r}")
     dist.barrier()
     if names(folder) != ["a", "latest"]:
@@ -113,9 +102,8 @@ def test_a_save_that_finds_no_space_fails_on_every_rank_and_leaves_nothing(
 
 
 def save_weights(folder: str, name: str) -> str:
-    torch.manual_seed(3)
     zero = {"stage3_gather_16bit_weights_on_model_save": True}
-    engine = start(Net(), make_config(3, zero=zero))
+    engine = start(case_named("plain").build(), make_config(3, zero=zero))
     return outcome(lambda: engine.save_16bit_model(folder, name))
 
 
@@ -132,19 +120,6 @@ def test_a_16bit_model_that_cannot_be_written_is_an_error_on_every_rank(
     assert [p.name for p in tmp_path.iterdir()] == ([name] if blocked == "the name" else [])
 
 
-def save_where_the_first_rank_stumbles(folder: str) -> str:
-    engine = engine_of()
-    train(engine, 1)
-    broken = mock.patch.object(folders, "begin", side_effect=OverflowError("something nobody thought of"))
-    with broken if dist.get_rank() == 0 else mock.patch.object(folders, "begin", folders.begin):
-        return outcome(lambda: engine.save_checkpoint(folder))
-
-
-def test_any_error_of_the_first_rank_before_a_save_is_told_to_all(pool2: RankPool, tmp_path: Path) -> None:
-    said = pool2.run(save_where_the_first_rank_stumbles, str(tmp_path), time_limit=60)
-    assert all("CheckpointError" in text and "nobody thought of" in text for text in said), said
-
-
 class Refuses:
     """An object that can be pickled on no rank, with an error that is not pickle's."""
 
@@ -152,16 +127,23 @@ class Refuses:
         raise ValueError("not me")
 
 
-def save_what_one_rank_cannot(folder: str) -> str:
-    engine = engine_of(allow_pickle=True)
+def save_where_the_first_rank_stumbles(folder: str) -> list[str]:
+    """What a save says when the first rank cannot begin it, and when it alone cannot pickle its client state."""
+    engine, first = engine_of(allow_pickle=True), dist.get_rank() == 0
     train(engine, 1)
-    state = {"odd": Refuses()} if dist.get_rank() == 0 else {}
-    return outcome(lambda: engine.save_checkpoint(folder, client_state=state))
+    broken = mock.patch.object(folders, "begin", side_effect=OverflowError("something nobody thought of"))
+    with broken if first else contextlib.nullcontext():
+        said = [outcome(lambda: engine.save_checkpoint(folder))]
+    state = {"odd": Refuses()} if first else {}
+    said.append(outcome(lambda: engine.save_checkpoint(folder, client_state=state)))
+    engine.destroy()
+    return said
 
 
-def test_client_state_that_raises_when_it_is_pickled_is_an_error_on_every_rank(pool2: RankPool, tmp_path: Path) -> None:
-    said = pool2.run(save_what_one_rank_cannot, str(tmp_path), time_limit=60)
-    assert all("not me" in text for text in said), said
+def test_any_error_of_the_first_rank_in_a_save_is_told_to_all(pool2: RankPool, tmp_path: Path) -> None:
+    for begin, pickled in pool2.run(save_where_the_first_rank_stumbles, str(tmp_path), time_limit=60):
+        assert "CheckpointError" in begin and "nobody thought of" in begin
+        assert "not me" in pickled
 
 
 # -- in the background -------------------------------------------------------------------------------------------
@@ -180,20 +162,17 @@ def held() -> Iterator[threading.Event]:
         yield gate
 
 
-def steps_until_it_is_told(engine: Any) -> tuple[int, str]:
-    """How many steps were done before one raised, and what that said."""
+def steps_until_it_is_told(engine: Any) -> str:
+    """What the first step says that raises."""
     for count in range(3000):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(count + 100 * dist.get_rank()))
-        engine.backward(engine(x).square().mean())
-        said = outcome(engine.step)
-        if said:
-            return count, said
+        if said := outcome(lambda count=count: train(engine, count)):
+            return said
         time.sleep(0.01)
-    return -1, "nothing"
+    return "nothing"
 
 
 def background_failure(folder: str, where: str, ranks: tuple[int, ...], told: str) -> list[Any]:
-    bad, engine = [], background_engine()
+    bad, engine = [], engine_of(**{"async": True})
     engine.save_checkpoint(folder, tag="a")
     engine.wait_for_checkpoint()
     with contextlib.ExitStack() as stack:
@@ -211,13 +190,13 @@ def background_failure(folder: str, where: str, ranks: tuple[int, ...], told: st
             while not engine._checkpoints.saver._running.finished and time.monotonic() < deadline:
                 time.sleep(0.01)
             limit.close()
-        ways = {"step": lambda: steps_until_it_is_told(engine)[1], "wait": lambda: outcome(engine.wait_for_checkpoint)}
-        ways |= {
-            "save": lambda: outcome(lambda: engine.save_checkpoint(folder, tag="c")),
-            "destroy": lambda: outcome(engine.destroy),
+        calls: dict[str, Callable[[], Any]] = {
+            "wait": engine.wait_for_checkpoint,
+            "save": lambda: engine.save_checkpoint(folder, tag="c"),
+            "destroy": engine.destroy,
+            "load": lambda: engine.load_checkpoint(folder, tag="a"),
         }
-        ways |= {"load": lambda: outcome(lambda: engine.load_checkpoint(folder, tag="a"))}
-        said = ways[told]()
+        said = steps_until_it_is_told(engine) if told == "step" else outcome(calls[told])
     if not all(w in said for w in ("CheckpointError", folder, "background save of checkpoint b", f"rank {ranks[0]}")):
         bad.append(f"{told} says {said!r}")
     dist.barrier()
@@ -252,12 +231,11 @@ def test_a_background_save_that_fails_is_told_by_the_next_call_on_every_rank(
 
 def weights_after_a_failure(folder: str, fails: bool) -> list[torch.Tensor]:  # noqa: FBT001
     """Weights after ten steps; with a failure that the loop catches where it is raised."""
-    engine = background_engine()
+    engine = engine_of(**{"async": True})
     with no_space(".list") if fails else contextlib.nullcontext():
         engine.save_checkpoint(folder, tag="a")
         for step in range(10):
-            engine.backward(engine(torch.full((4, 8), step / 10.0)).square().mean())
-            outcome(engine.step)
+            outcome(lambda step=step: train(engine, step))
             time.sleep(0.03)
         outcome(engine.destroy)
     return [p.detach().clone() for p in engine.module.parameters()]
@@ -273,32 +251,29 @@ def test_training_goes_on_where_it_was_after_a_failure_was_caught(pool2: RankPoo
 # -- places where nothing can be saved ---------------------------------------------------------------------------
 
 
-def refused_at_once(folders_of_ranks: list[str]) -> str:
+def refused_at_once(places: list[tuple[str, str]]) -> list[str]:
+    """What saves into the first rank's and the second rank's folder say, one after the other."""
     engine = engine_of()
-    said = outcome(lambda: engine.save_checkpoint(folders_of_ranks[dist.get_rank()]))
+    said = [outcome(lambda place=place: engine.save_checkpoint(place[dist.get_rank()])) for place in places]
     train(engine, 1)
     engine.destroy()
     return said
 
 
-def test_a_save_dir_that_is_a_file_is_refused(pool2: RankPool, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        for said in pool2.run(refused_at_once, [str(path)] * 2):
-            assert "CheckpointError" in said and str(path) in said
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_a_save_dir_that_cannot_be_made_is_refused(pool2: RankPool) -> None:
-    for said in pool2.run(refused_at_once, ["/proc/nowhere/x"] * 2):
-        assert "CheckpointError" in said and "/proc/nowhere" in said and "cannot be written" in said
-
-
-def test_a_save_dir_that_ranks_do_not_share_is_refused_and_left_clean(pool2: RankPool, tmp_path: Path) -> None:
-    paths = [tmp_path / "a", tmp_path / "b"]
-    for said in pool2.run(refused_at_once, [str(p) for p in paths]):
-        assert "CheckpointError" in said and "not shared" in said
-    assert [list(p.iterdir()) if p.exists() else [] for p in paths] == [[], []]
+def test_a_save_dir_where_nothing_can_be_saved_is_refused_and_left_clean(pool2: RankPool, tmp_path: Path) -> None:
+    file, own = tmp_path / "file", [tmp_path / "a", tmp_path / "b"]
+    file.write_text("mine")
+    rows = [
+        ([file, file], [str(file)]),
+        ([file / "below"] * 2, [str(file / "below")]),
+        ([Path("/proc/nowhere/x")] * 2, ["/proc/nowhere", "cannot be written"]),
+        (own, ["not shared"]),
+    ]
+    for told in pool2.run(refused_at_once, [tuple(map(str, place)) for place, _ in rows]):
+        for (_, words), said in zip(rows, told, strict=True):
+            assert all(word in said for word in ("CheckpointError", *words)), said
+    assert file.read_text() == "mine"
+    assert [list(p.iterdir()) if p.exists() else [] for p in own] == [[], []]
 
 
 # -- the real thing ------------------------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from deepspeed.tools.verify.grads import full_gradients, full_parameters, scaled_error
-from deepspeed.tools.verify.models import Case, MicroBatch
+from deepspeed.tools.verify.models import Case
 from deepspeed.tools.verify.reference import trainable
-from deepspeed.tools.verify.runs import whole_state
+from deepspeed.tools.verify.runs import differing, train_case, whole_state
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.dist.test_checkpoint_resume import OddElements
 from tests.harness.cases import case_named
+from tests.harness.offload import PRECISION
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, outcome, start, train_step
 
@@ -120,13 +121,8 @@ def load(
         engine = engine_for(layout, folder, case, **changes)
         path, client_state = engine.load_checkpoint(folder, tag="t")
         assert path is not None and client_state is not None and client_state["from"]
-        state, losses = states_of(engine), []
-        for step in range(3, 6):
-            loss = case.seeded_loss(engine, MicroBatch(step, 0, 0, 1))[0]
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(loss.detach()))
-        found.append((state, losses))
+        state = states_of(engine)
+        found.append((state, train_case(engine, case, range(3, 6), alike=True)))
         engine.destroy()
     return found
 
@@ -136,25 +132,26 @@ def by_world(names: list[str]) -> dict[int, list[str]]:
     return {world: [n for n in names if LAYOUTS[n][0] == world] for world in sorted({LAYOUTS[n][0] for n in names})}
 
 
-def unequal(wanted: dict[str, str], found: dict[str, str]) -> list[str]:
-    """Names that differ."""
-    return [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
+def travels(
+    request: pytest.FixtureRequest, folder: str, model: str, changes: dict[str, Any], source: str, targets: list[str]
+) -> tuple[dict[str, str], list[list[float]]]:
+    """Assert that the state saved under ``source`` is whole under each target; it, and the losses that come then."""
+    wanted = pools_of(request, source).run(save, source, folder, model, changes)[0]
+    layouts, losses = by_world(targets), []
+    calls = {world: (names, folder, model, changes) for world, names in layouts.items()}
+    for world, ranks in on_each(request, calls, load).items():
+        for rank in ranks:
+            for name, (state, told) in zip(layouts[world], rank, strict=True):
+                assert not differing(wanted, state), f"{source} -> {name}"
+                losses.append(told)
+    return wanted, losses
 
 
 @pytest.mark.in_make_test("2 ranks stage 3 nvme")
 @pytest.mark.parametrize("source", SOURCES)
 def test_any_layout_to_any_layout(request: pytest.FixtureRequest, tmp_path: Path, source: str) -> None:
-    wanted = pools_of(request, source).run(save, source, str(tmp_path), "plain", {})[0]
+    wanted, losses = travels(request, str(tmp_path), "plain", {}, source, list(LAYOUTS))
     assert sum("(exp_avg)" in name for name in wanted) > 10 and any("step of " in name for name in wanted)
-    losses: list[list[float]] = []
-    layouts = by_world(list(LAYOUTS))
-    for world, ranks in on_each(
-        request, {w: (names, str(tmp_path), "plain", {}) for w, names in layouts.items()}, load
-    ).items():
-        for rank in ranks:
-            for name, (state, told) in zip(layouts[world], rank, strict=True):
-                assert not unequal(wanted, state), f"{source} -> {name}"
-                losses.append(told)
     for told in losses:
         assert told == pytest.approx(losses[0], abs=2e-6)
 
@@ -162,17 +159,8 @@ def test_any_layout_to_any_layout(request: pytest.FixtureRequest, tmp_path: Path
 @pytest.mark.in_make_test("odd_shapes")
 @pytest.mark.parametrize("model", ["odd_shapes", "tied", "frozen"])
 def test_odd_models_change_their_layout(request: pytest.FixtureRequest, tmp_path: Path, model: str) -> None:
-    changes = {"bf16": {"enabled": True}}
-    wanted = pools_of(request, "3 ranks stage 3 tiny").run(save, "3 ranks stage 3 tiny", str(tmp_path), model, changes)[
-        0
-    ]
-    layouts = by_world(["1 rank stage 0", "2 ranks stage 3 huge", "4 ranks hpz"])
-    for world, ranks in on_each(
-        request, {w: (names, str(tmp_path), model, changes) for w, names in layouts.items()}, load
-    ).items():
-        for rank in ranks:
-            for name, (state, _) in zip(layouts[world], rank, strict=True):
-                assert not unequal(wanted, state), name
+    targets = ["1 rank stage 0", "2 ranks stage 3 huge", "4 ranks hpz"]
+    travels(request, str(tmp_path), model, PRECISION["bf16"], "3 ranks stage 3 tiny", targets)
 
 
 # -- precision -----------------------------------------------------------------------------------------------------
@@ -204,108 +192,62 @@ def to_precision(source: dict[str, Any], target: dict[str, Any], folder: str) ->
 
 @pytest.mark.parametrize(("source", "target"), [("fp32", "bf16"), ("bf16", "fp32"), ("fp16", "bf16"), ("bf16", "fp16")])
 def test_weights_follow_the_masters(pool2: RankPool, tmp_path: Path, source: str, target: str) -> None:
-    blocks: dict[str, dict[str, Any]] = {
-        "fp32": {},
-        "bf16": {"bf16": {"enabled": True}},
-        "fp16": {"fp16": {"enabled": True}},
-    }
+    blocks = {**PRECISION, "fp16": {"fp16": {"enabled": True}}}  # with a scale that lets each step be one
     assert pool2.run(to_precision, blocks[source], blocks[target], str(tmp_path)) == [True, True]
 
 
 # -- granularity -------------------------------------------------------------------------------------------------
 
 
-def client_engine(case: Case, stage: int, *, whole: bool) -> Any:
-    """An engine under a class that is Adam for the rest of the world, and needs whole tensors or not."""
-    kind = type("Adam", (torch.optim.Adam,), {"elementwise": not whole})
+# Adam for the rest of the world, under classes that need whole tensors, or not
+CLIENT: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "whole": type("Adam", (torch.optim.Adam,), {"elementwise": False}),
+    "elements": type("Adam", (torch.optim.Adam,), {"elementwise": True}),
+    "factored": torch.optim.Adafactor,
+    "of a shape of its own": OddElements,
+}
+
+
+def of_client(kind: str, stage: int, folder: str, act: str) -> tuple[str, dict[str, str], list[float]]:
+    """Train and save under a client's optimizer, or load: what is said, the state, losses that come then."""
+    case = case_named("plain")
     model = case.build()
     config = make_config(stage, optimizer=None, zero_allow_untested_optimizer=True)
-    return start(model, config, optimizer=kind(model.parameters(), lr=1e-2))
-
-
-def save_whole(folder: str, stage: int, whole: bool) -> dict[str, str]:  # noqa: FBT001
-    """Train and save under one granularity."""
-    case = case_named("plain")
-    engine = client_engine(case, stage, whole=whole)
-    for step in range(3):
-        train_step(engine, case, step)
-    engine.save_checkpoint(folder, tag="t")
-    found = states_of(engine)
-    engine.destroy()
-    return found
-
-
-def load_whole(folder: str, stage: int, whole: bool) -> dict[str, str]:  # noqa: FBT001
-    """Load under the other one, and train on."""
-    case = case_named("plain")
-    engine = client_engine(case, stage, whole=whole)
-    engine.load_checkpoint(folder, tag="t")
-    found = states_of(engine)
-    train_step(engine, case, 3)
-    engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_whole_tensors_to_elements_and_back(pool2: RankPool, pool3: RankPool, tmp_path: Path, whole: bool) -> None:  # noqa: FBT001
-    wanted = pool2.run(save_whole, str(tmp_path), 2, whole)[0]
-    for found in pool3.run(load_whole, str(tmp_path), 3, not whole):
-        assert not unequal(wanted, found)
-
-
-def factored(folder: str, act: str, stage: int) -> str:
-    """Adafactor's state, which has rows and columns, under another number of ranks."""
-    case = case_named("plain")
-    model = case.build()
-    engine = start(
-        model, make_config(stage, optimizer=None), optimizer=torch.optim.Adafactor(model.parameters(), lr=1e-2)
-    )
+    engine = start(model, config, optimizer=CLIENT[kind](model.parameters(), lr=1e-2))
+    said = ""
     if act == "save":
-        for step in range(3):
-            loss = case.seeded_loss(engine, MicroBatch(step, 0, 0, 1))[0]
-            engine.backward(loss)
-            engine.step()
-        engine.save_checkpoint(folder)
+        train_case(engine, case, range(3), alike=True)
+        engine.save_checkpoint(folder, tag="t")
     else:
-        engine.load_checkpoint(folder)
-    told = []
-    for step in range(3, 6):
-        loss = case.seeded_loss(engine, MicroBatch(step, 0, 0, 1))[0]
-        engine.backward(loss)
-        engine.step()
-        told.append(float(loss.detach()))
+        said = outcome(lambda: engine.load_checkpoint(folder, tag="t"))
+    state = states_of(engine) if kind in ("whole", "elements") else {}
+    losses = [] if said else train_case(engine, case, range(3, 6), alike=True)
     engine.destroy()
-    return repr([round(value, 5) for value in told])
+    return said, state, losses
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("elements", "whole"), ("whole", "elements")])
+def test_whole_tensors_to_elements_and_back(
+    pool2: RankPool, pool3: RankPool, tmp_path: Path, saved: str, loaded: str
+) -> None:
+    _, wanted, _ = pool2.run(of_client, saved, 2, str(tmp_path), "save")[0]
+    for said, found, _ in pool3.run(of_client, loaded, 3, str(tmp_path), "load"):
+        assert not said and not differing(wanted, found)
 
 
 def test_factored_state_on_other_ranks(pool3: RankPool, pool2: RankPool, tmp_path: Path) -> None:
-    wanted = pool3.run(factored, str(tmp_path), "save", 3)[0]
-    assert pool2.run(factored, str(tmp_path), "load", 1) == [wanted] * 2
-
-
-def bound_to_layout(folder: str, act: str) -> str:
-    """An elementwise class with state of a shape of its own."""
-    case = case_named("plain")
-    model = case.build()
-    engine = start(model, make_config(2, optimizer=None), optimizer=OddElements(model.parameters()))
-    if act == "save":
-        train_step(engine, case, 0)
-        engine.save_checkpoint(folder)
-        engine.destroy()
-        return ""
-    said = outcome(lambda: engine.load_checkpoint(folder))
-    engine.destroy()
-    return said
+    _, _, wanted = pool3.run(of_client, "factored", 3, str(tmp_path), "save")[0]
+    for said, _, losses in pool2.run(of_client, "factored", 1, str(tmp_path), "load"):
+        assert not said and losses == pytest.approx(wanted, abs=1e-5)
 
 
 def test_state_that_is_bound_to_its_layout_is_refused_elsewhere(
     pool2: RankPool, pool3: RankPool, tmp_path: Path
 ) -> None:
-    pool2.run(bound_to_layout, str(tmp_path), "save")
-    for said in pool3.run(bound_to_layout, str(tmp_path), "load"):
-        assert (
-            "CheckpointError" in said and "layout it was saved under" in said and "load_optimizer_states=False" in said
-        )
+    pool2.run(of_client, "of a shape of its own", 2, str(tmp_path), "save")
+    for said, _, _ in pool3.run(of_client, "of a shape of its own", 2, str(tmp_path), "load"):
+        assert "CheckpointError" in said and "layout it was saved under" in said
+        assert "load_optimizer_states=False" in said
 
 
 # -- half a window -----------------------------------------------------------------------------------------------
@@ -327,7 +269,6 @@ def half_window(layout: str, folder: str, act: str, synced: bool) -> tuple[float
         engine.save_checkpoint(folder, tag="t")
     else:
         engine.load_checkpoint(folder, tag="t")
-    assert not engine.is_gradient_accumulation_boundary() or engine.micro_steps % 3 == 2
     micro_steps = engine.micro_steps
     engine.allreduce_gradients()
     found = full_gradients(trainable(engine.module))

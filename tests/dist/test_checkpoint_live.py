@@ -4,6 +4,7 @@ says?
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.checkpoint import diff_live
-from deepspeed.errors import CheckpointError
 from deepspeed.tools.checkpoint.cli import main
-from tests.harness.pool import RankFailure, RankPool
-from tests.harness.training import make_config, start
+from tests.harness.pool import RankPool
+from tests.harness.training import make_config, outcome, start
 
-pytestmark = pytest.mark.timeout(120)
 HERE = "tests.dist.test_checkpoint_live"
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-2},
@@ -205,21 +204,6 @@ def test_a_checkpoint_without_a_step_has_nothing_missing(
     assert run(capsys, tmp_path, "build", "--config", config)[0] == 0
 
 
-def refused(folder: str) -> list[str]:
-    """What loading says where the tensors alone would fit: a new engine of another method, of another number of
-    groups.
-    """
-    said = []
-    whole = {"optimizer": {"type": "RAdam", "params": {"lr": 1e-2}}}
-    for tag, changes in (("AdamW", whole), ("without", {}), ("groups", {})):
-        engine = start(Net(), make_config(3, **changes))
-        with pytest.raises(CheckpointError) as caught:
-            engine.load_checkpoint(folder, tag=tag)
-        said.append(str(caught.value))
-        engine.destroy()
-    return said
-
-
 def save_unlike(folder: str) -> None:
     """Checkpoints of one engine with an optimizer of two groups, and of one without any."""
     save(folder, 0, ["AdamW"])
@@ -238,9 +222,8 @@ def save_unlike(folder: str) -> None:
 def test_state_that_loading_refuses_as_a_whole(
     pool1: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """What a load says to these is in test_checkpoint_complete.py."""
     pool1.run(save_unlike, str(tmp_path))
-    words = ("is not what RAdam keeps", "has no optimizer state", "2 optimizer parameter groups")
-    assert all(word in said for word, said in zip(words, pool1.run(refused, str(tmp_path))[0], strict=True))
     config = config_of(tmp_path, optimizer={"type": "RAdam", "params": {"lr": 1e-2}})
     status, lines, _ = run(capsys, tmp_path, "build", "--tag", "AdamW", "--config", config, "-q")
     assert status == 1 and len(lines) == 2 and lines[0].startswith("different optimizer  (RAdam and ")
@@ -336,36 +319,21 @@ def lives_elsewhere(folder: str) -> list[Any]:
     model = build_more()
     engine = start(model, make_config(3))
     found: list[Any] = [verdicts(diff_live(engine, folder, "SGD"))]
-    for tag in ("none", "damaged"):
-        try:
-            diff_live(engine, folder, tag)
-        except RuntimeError as error:
-            found.append(f"{type(error).__name__}: {error}")
+    for where in ((f"{folder}/empty",), (folder, "none"), (folder, "damaged")):
+        found.append(outcome(lambda where=where: diff_live(engine, *where)))
     engine.destroy()
     return found
 
 
-def test_names_that_only_one_side_has_and_damage(pool2: RankPool, saved: Path, tmp_path: Path) -> None:
+def test_names_that_only_one_side_has_and_what_cannot_be_read(pool2: RankPool, saved: Path, tmp_path: Path) -> None:
     for tag in ("SGD", "damaged"):
-        (tmp_path / tag).mkdir()
-        for path in (saved / "SGD").iterdir():
-            (tmp_path / tag / path.name).write_bytes(path.read_bytes())
+        shutil.copytree(saved / "SGD", tmp_path / tag)
+    (tmp_path / "empty").mkdir()
     for path in (tmp_path / "damaged").glob("rank_*.bin"):
-        content = bytearray(path.read_bytes())
-        content[: len(content)] = bytes(byte ^ 1 for byte in content)
-        path.write_bytes(content)
+        path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
     both = pool2.run(lives_elsewhere, str(tmp_path))
-    assert both[0][0] == both[1][0] and len(both[0]) == 3
+    assert both[0][0] == both[1][0]
     assert both[0][0]["more.weight"] == "missing" and both[0][0]["body.1.running_var"] == "extra"
-    for rank in both:
-        assert "none" in rank[1] and rank[1].startswith("CheckpointError") and rank[2].startswith("CheckpointError")
-
-
-def nowhere(folder: str) -> None:
-    """An empty folder."""
-    diff_live(engine_of(3), folder)
-
-
-def test_no_checkpoint_is_an_error(pool1: RankPool, tmp_path: Path) -> None:
-    with pytest.raises(RankFailure, match="there is no checkpoint in"):
-        pool1.run(nowhere, str(tmp_path))
+    for _, nowhere, absent, damaged in both:
+        assert "there is no checkpoint in" in nowhere and "none" in absent
+        assert all("CheckpointError" in said for said in (nowhere, absent, damaged))

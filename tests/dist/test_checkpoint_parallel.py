@@ -2,9 +2,11 @@
 loads it.
 """
 
+import functools
 import json
 import re
 import tarfile
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,8 +38,15 @@ CUT = ["rows x 2", "columns x 2", "rows", "stages x 2", "stages x columns"]
 SAVED_BY_EARLIER_RELEASE = Path(__file__).parents[1] / "data" / "checkpoint_of_1.0.0a1.tar.xz"
 
 
+SavedIn = Callable[..., Path]  # the folder of a layout's checkpoint, made once; with whole tensors for the optimizer
+
+
+def granularity(whole_tensors: bool) -> Granularity:  # noqa: FBT001
+    return Granularity.PARAMETER if whole_tensors else Granularity.ELEMENT
+
+
 def save(layout: str, folder: str, whole_tensors: bool = False) -> None:  # noqa: FBT001, FBT002
-    with rank_of(LAYOUTS[layout], Granularity.PARAMETER if whole_tensors else Granularity.ELEMENT) as rank:
+    with rank_of(LAYOUTS[layout], granularity(whole_tensors)) as rank:
         rank.fill()
         rank.save(folder)
 
@@ -46,7 +55,7 @@ def load(layouts: list[str], folder: str, window: int, whole_tensors: bool = Fal
     """Load under each of the layouts; what is wrong then."""
     found = []
     for layout in layouts:
-        with rank_of(LAYOUTS[layout], Granularity.PARAMETER if whole_tensors else Granularity.ELEMENT) as rank:
+        with rank_of(LAYOUTS[layout], granularity(whole_tensors)) as rank:
             rank.load(folder, window=True)
             found.append(rank.wrong(window=window))
     return found
@@ -57,30 +66,38 @@ def pool_of(request: pytest.FixtureRequest, world: int) -> RankPool:
     return pool
 
 
-def saved(request: pytest.FixtureRequest, folder: Path, layout: str, *options: Any) -> Path:
-    pool_of(request, world_of(layout)).run(save, layout, str(folder), *options)
-    return folder / "t"
+def loads_everywhere(request: pytest.FixtureRequest, folder: Path, window: int, worlds: tuple[int, ...]) -> None:
+    """Assert that every layout of so many ranks gets its part of every state."""
+    for world in worlds:
+        layouts = [name for name in LAYOUTS if world_of(name) == world]
+        for rank in pool_of(request, world).run(load, layouts, str(folder), window):
+            assert rank == [[] for _ in layouts], dict(zip(layouts, rank, strict=True))
+
+
+@pytest.fixture(scope="module")
+def saved_in(pool2: RankPool, pool3: RankPool, pool4: RankPool, tmp_path_factory: pytest.TempPathFactory) -> SavedIn:
+    pools = {2: pool2, 3: pool3, 4: pool4}
+
+    @functools.cache
+    def once(layout: str, whole_tensors: bool = False) -> Path:  # noqa: FBT001, FBT002
+        folder = tmp_path_factory.mktemp("saved")
+        pools[world_of(layout)].run(save, layout, str(folder), whole_tensors)
+        return folder
+
+    return once
 
 
 # -- reading without ranks ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", CUT)
-def test_a_checkpoint_of_parts_is_one_of_whole_tensors(
-    request: pytest.FixtureRequest, tmp_path: Path, layout: str
-) -> None:
-    folder = saved(request, tmp_path, layout)
+def test_a_checkpoint_of_parts_is_one_of_whole_tensors(saved_in: SavedIn, layout: str) -> None:
+    folder = saved_in(layout) / "t"
     assert verify(folder) == []
     assert sorted(p.name for p in folder.glob("rank_*")) == [f"rank_{r:05d}.bin" for r in range(world_of(layout))]
     source = OwnSource(folder)
-    states = (
-        "master",
-        "optim.exp_avg",
-        "optim.exp_avg_sq",
-        "grad",
-        *(f"grad_partial@{i}" for i in range(len(LAYOUTS[layout][0][0]))),
-    )
-    for state in states:
+    partial = [f"grad_partial@{i}" for i in range(len(LAYOUTS[layout][0][0]))]
+    for state in ("master", "optim.exp_avg", "optim.exp_avg_sq", "grad", *partial):
         for name in (n for n, shape in SHAPES.items() if prod(shape) or state == "master"):
             assert torch.equal(whole(source, (state, name)), value(state, name)), (state, name)
     assert {n for s, n in source.entries if s == "buffer"} == {"everywhere", "of_stage_0", "of_stage_1"}
@@ -91,13 +108,11 @@ def test_a_checkpoint_of_parts_is_one_of_whole_tensors(
 
 
 @pytest.mark.parametrize("layout", ["rows x 2", "columns x 2"])
-def test_exporters_and_the_documented_reader_see_whole_tensors(
-    request: pytest.FixtureRequest, tmp_path: Path, layout: str
-) -> None:
-    folder = saved(request, tmp_path, layout)
-    by_numpy = reader(tmp_path)["read_weights"](folder)
-    recovered = get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="t")
-    source = OwnSource(folder)
+def test_exporters_and_the_documented_reader_see_whole_tensors(saved_in: SavedIn, tmp_path: Path, layout: str) -> None:
+    folder = saved_in(layout)
+    by_numpy = reader(tmp_path)["read_weights"](folder / "t")
+    recovered = get_fp32_state_dict_from_zero_checkpoint(folder, tag="t")
+    source = OwnSource(folder / "t")
     exported = {s.name: s.whole() for s in weight_streams(source, dtype=torch.float32)}
     source.close()
     for name, shape in SHAPES.items():
@@ -106,17 +121,15 @@ def test_exporters_and_the_documented_reader_see_whole_tensors(
         assert torch.equal(recovered[name], wanted) and torch.equal(exported[name], wanted), name
 
 
-def test_the_cut_cannot_be_told_from_the_tensors(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    folders = [saved(request, tmp_path / str(i), layout) for i, layout in enumerate(["rows x 2", "columns x 2"])]
-    assert tool(["diff", str(folders[0]), str(folders[1]), "--quiet"]) == 0
+def test_the_cut_cannot_be_told_from_the_tensors(saved_in: SavedIn) -> None:
+    folders = [str(saved_in(layout) / "t") for layout in ("rows x 2", "columns x 2")]
+    assert tool(["diff", *folders, "--quiet"]) == 0
 
 
 @pytest.fixture(scope="module")
-def of_columns(pool4: RankPool, tmp_path_factory: pytest.TempPathFactory) -> OwnSource:
+def of_columns(saved_in: SavedIn) -> OwnSource:
     """A checkpoint of two tensor-parallel parts on two ranks each."""
-    folder = tmp_path_factory.mktemp("columns")
-    pool4.run(save, "columns x 2", str(folder))
-    return OwnSource(folder / "t")
+    return OwnSource(saved_in("columns x 2") / "t")
 
 
 @given(st.data())
@@ -155,19 +168,15 @@ def test_a_part_outside_of_the_tensor_cannot_be_read(
 
 @pytest.mark.in_make_test("rows x 2", "columns x 2", "stages x columns", "whole x 3")
 @pytest.mark.parametrize("layout", [*CUT, "whole x 3"])
-def test_any_cut_loads_what_any_other_saved(request: pytest.FixtureRequest, tmp_path: Path, layout: str) -> None:
-    saved(request, tmp_path, layout)
-    for world in (1, 2, 3, 4):
-        layouts = [name for name in LAYOUTS if world_of(name) == world]
-        for rank in pool_of(request, world).run(load, layouts, str(tmp_path), len(LAYOUTS[layout][0][0])):
-            assert rank == [[] for _ in layouts], dict(zip(layouts, rank, strict=True))
+def test_any_cut_loads_what_any_other_saved(request: pytest.FixtureRequest, saved_in: SavedIn, layout: str) -> None:
+    loads_everywhere(request, saved_in(layout), len(LAYOUTS[layout][0][0]), (1, 2, 3, 4))
 
 
 @pytest.mark.parametrize("layout", ["rows x 2", "stages x columns"])
-def test_whole_tensors_for_the_optimizer_too(request: pytest.FixtureRequest, tmp_path: Path, layout: str) -> None:
-    saved(request, tmp_path, layout, True)
+def test_whole_tensors_for_the_optimizer_too(request: pytest.FixtureRequest, saved_in: SavedIn, layout: str) -> None:
+    folder = str(saved_in(layout, True))
     for other in ("columns x 2", "whole x 3", layout):
-        found = pool_of(request, world_of(other)).run(load, [other], str(tmp_path), len(LAYOUTS[layout][0][0]), True)
+        found = pool_of(request, world_of(other)).run(load, [other], folder, len(LAYOUTS[layout][0][0]), True)
         assert found == [[[]] for _ in found], other
 
 
@@ -215,13 +224,15 @@ def load_without(layout: str, folder: str, name: str, strict: bool) -> str:  # n
 
 
 @pytest.mark.parametrize("layout", ["stages x 2", "stages x columns", "rows x 2"])
-def test_what_no_rank_has_is_refused_and_what_others_have_is_not(pool4: RankPool, tmp_path: Path, layout: str) -> None:
-    pool4.run(save, layout, str(tmp_path))
+def test_what_no_rank_has_is_refused_and_what_others_have_is_not(
+    pool4: RankPool, saved_in: SavedIn, layout: str
+) -> None:
+    folder = str(saved_in(layout))
     for name in ("deep", "norm"):
-        for error in pool4.run(load_without, layout, str(tmp_path), name, True):
+        for error in pool4.run(load_without, layout, folder, name, True):
             (listed,) = re.findall(r"there but not in this model: (.*?)\. It may", error)
             assert listed == f"{name}, optimizer state 'exp_avg' of {name}, optimizer state 'exp_avg_sq' of {name}"
-        assert pool4.run(load_without, layout, str(tmp_path), name, False) == [""] * 4
+        assert pool4.run(load_without, layout, folder, name, False) == [""] * 4
 
 
 def save_without(folder: str, name: str) -> None:
@@ -250,10 +261,9 @@ def compare_live(folder: str) -> dict[str, str]:
         return {row.name: row.verdict for row in diff_live(engine, folder, "t")}
 
 
-def test_every_rank_hears_of_the_tensors_of_all_stages(pool2: RankPool, tmp_path: Path) -> None:
-    pool2.run(save, "stages", str(tmp_path))
+def test_every_rank_hears_of_the_tensors_of_all_stages(pool2: RankPool, saved_in: SavedIn) -> None:
     names = [*SHAPES, "everywhere", "of_stage_0", "of_stage_1"]
-    assert pool2.run(compare_live, str(tmp_path)) == [dict.fromkeys(names, "equal")] * 2
+    assert pool2.run(compare_live, str(saved_in("stages"))) == [dict.fromkeys(names, "equal")] * 2
 
 
 # -- what cannot be one checkpoint ------------------------------------------------------------
@@ -302,18 +312,17 @@ def earlier(tmp_path: Path) -> Path:
 
 
 def test_an_earlier_checkpoint_loads_under_any_cut(request: pytest.FixtureRequest, earlier: Path) -> None:
+    """Of any number of ranks: it is, byte for byte, what is saved now."""
     assert verify(earlier / "t") == []
-    for world in (1, 2, 3, 4):
-        layouts = [name for name in LAYOUTS if world_of(name) == world]
-        for rank in pool_of(request, world).run(load, layouts, str(earlier), 2):
-            assert rank == [[] for _ in layouts], dict(zip(layouts, rank, strict=True))
+    loads_everywhere(request, earlier, 2, (2,))
 
 
-def test_whole_tensors_are_saved_byte_for_byte_as_before(pool2: RankPool, earlier: Path, tmp_path: Path) -> None:
-    pool2.run(save, "whole x 2", str(tmp_path / "now"))
+def test_whole_tensors_are_saved_byte_for_byte_as_before(saved_in: SavedIn, earlier: Path) -> None:
+    folders = earlier / "t", saved_in("whole x 2") / "t"
     for name in ("rank_00000.bin", "rank_00001.bin"):
-        assert (tmp_path / "now" / "t" / name).read_bytes() == (earlier / "t" / name).read_bytes()
-    told = [json.loads((folder / "t" / "manifest.json").read_bytes()) for folder in (earlier, tmp_path / "now")]
+        before, now = ((folder / name).read_bytes() for folder in folders)
+        assert before == now
+    told = [json.loads((folder / "manifest.json").read_bytes()) for folder in folders]
     for each in told:
         del each["crc32c"], each["facts"]["saved"]
     assert told[0] == told[1] and told[1]["version"] == 1

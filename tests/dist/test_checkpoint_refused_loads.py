@@ -2,7 +2,6 @@
 length.
 """
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from deepspeed.checkpoint.load.reader import find_and_open
+from deepspeed.checkpoint.load.reader import find_and_open, read_manifest
 from deepspeed.checkpoint.load.source import whole
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.tools.checkpoint.cli import main
 from deepspeed.tools.verify.models import IN_FEATURES, Stack
+from tests.dist.test_checkpoint_damage import flip
+from tests.harness.lockstep import equal
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start
 
-pytestmark = pytest.mark.timeout(120)
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.01}}
+
+
+def engine_of(stage: int, *, data: Any = None, **changes: Any) -> Any:
+    return start(Stack(depth=1).train(), make_config(stage, **changes), training_data=data)
 
 
 def train(engine: Any, count: int) -> None:
@@ -44,17 +48,13 @@ def refusals(engine: Any, folder: str) -> tuple[str, str]:
 
 
 def damaged_gradient(folder: str, stage: int) -> tuple[str, str]:
-    engine = start(Stack(depth=1).train(), make_config(stage, gradient_accumulation_steps=4))
+    engine = engine_of(stage, gradient_accumulation_steps=4)
     train(engine, 2)
     engine.save_checkpoint(folder, "t")
     if dist.get_rank() == 0:
-        tensors = json.loads(Path(folder, "t", "manifest.json").read_bytes())["tensors"]
-        file, offset = next(b[:2] for t in tensors if t["state"].startswith("grad") for b in t["boxes"])
-        with Path(folder, "t", file).open("r+b") as data:
-            data.seek(offset)
-            first = data.read(1)
-            data.seek(offset)
-            data.write(bytes([first[0] ^ 255]))
+        entries = read_manifest(Path(folder, "t")).entries
+        box = next(box for (state, _), entry in entries.items() if state.startswith("grad") for box in entry.boxes)
+        flip(Path(folder, "t", box.file), box.offset)
     dist.barrier()
     return refusals(engine, folder)
 
@@ -69,16 +69,15 @@ def test_a_damaged_gradient_of_an_open_window_is_refused_on_every_rank(
 
 
 def other_data(folder: str) -> tuple[str, str, int]:
-    def engine_of(samples: int, **checkpoint: Any) -> Any:
-        data = TensorDataset(torch.zeros(samples, IN_FEATURES))
-        return start(Stack(depth=1).train(), make_config(1, checkpoint=checkpoint), training_data=data)
+    def engine_of_samples(count: int, **checkpoint: Any) -> Any:
+        return engine_of(1, checkpoint=checkpoint, data=TensorDataset(torch.zeros(count, IN_FEATURES)))
 
-    engine = engine_of(40)
+    engine = engine_of_samples(40)
     next(iter(engine.training_dataloader))
     train(engine, 2)
     engine.save_checkpoint(folder)
-    load, after = refusals(engine_of(60), folder)
-    without = engine_of(60, restore_data=False)
+    load, after = refusals(engine_of_samples(60), folder)
+    without = engine_of_samples(60, restore_data=False)
     without.load_checkpoint(folder)
     return load, after, without.global_steps
 
@@ -91,10 +90,10 @@ def test_a_refused_data_position_leaves_no_half_loaded_engine(pool2: RankPool, t
 
 
 def left_out(folder: str, there: dict[str, Any] | None, here: dict[str, Any] | None) -> list[str]:
-    engine = start(Stack(depth=1).train(), make_config(1, scheduler=there))
+    engine = engine_of(1, scheduler=there)
     train(engine, 1)
     engine.save_checkpoint(folder)
-    other = start(Stack(depth=1).train(), make_config(1, scheduler=here))
+    other = engine_of(1, scheduler=here)
     with logged(logging.WARNING) as said:
         other.load_checkpoint(folder)
     return [text for text in said if "leaves out" in text]
@@ -108,24 +107,21 @@ def test_a_schedule_on_one_side_only_is_said(pool1: RankPool, tmp_path: Path, th
     assert [word in text for text in said] == ([True] if word else [])
 
 
-def first_window(folder: str, accumulation: int) -> tuple[int, int]:
-    engine = start(Stack(depth=1).train(), make_config(1))
+def first_window(folder: str) -> tuple[int, int]:
+    engine = engine_of(1)
     train(engine, 3)
     engine.save_checkpoint(f"{folder}/own")
     assert main(["export", f"{folder}/own", f"{folder}/theirs", "--format", "deepspeed"]) == 0
-    other = start(Stack(depth=1).train(), make_config(1, gradient_accumulation_steps=accumulation))
+    other = engine_of(1, gradient_accumulation_steps=4)
     other.load_checkpoint(f"{folder}/theirs")
-    train(other, accumulation - 1)
+    train(other, 3)
     early = other.global_steps
     train(other, 1)
     return early, other.global_steps
 
 
-@pytest.mark.parametrize("accumulation", [2, 4])
-def test_the_first_window_after_deepspeeds_checkpoint_is_whole(
-    pool1: RankPool, tmp_path: Path, accumulation: int
-) -> None:
-    assert pool1.run(first_window, str(tmp_path), accumulation) == [(3, 4)]
+def test_the_first_window_after_deepspeeds_checkpoint_is_whole(pool1: RankPool, tmp_path: Path) -> None:
+    assert pool1.run(first_window, str(tmp_path)) == [(3, 4)]
 
 
 class Scaled(Stack):
@@ -140,18 +136,12 @@ class Scaled(Stack):
         return super().forward(*args, **kwargs) * self.scale + self.fixed.sum()
 
 
-def tensors(folder: str) -> dict[Any, torch.Tensor]:
+def held(folder: str) -> tuple[dict[Any, torch.Tensor], Any]:
+    """The tensors of a checkpoint, and the numbers beside those of the parameter without dimensions."""
     source = find_and_open(Path(folder))
     try:
-        return {key: whole(source, key) for key in source.entries if key[0] != "plain"}
-    finally:
-        source.close()
-
-
-def numbers(folder: str) -> str:
-    source = find_and_open(Path(folder))
-    try:
-        return str(sorted(source.facts["optimizer"]["scalars"]["scale"].items()))
+        found = {key: whole(source, key) for key in source.entries if key[0] != "plain"}
+        return found, source.facts["optimizer"]["scalars"].get("scale")
     finally:
         source.close()
 
@@ -168,12 +158,8 @@ def scaled_round_trip(folder: str, name: str) -> bool:
     other.load_checkpoint(f"{folder}/a")
     other.save_checkpoint(f"{folder}/b", "t")
     dist.barrier()
-    a, b = tensors(f"{folder}/a"), tensors(f"{folder}/b")
-    return (
-        a.keys() == b.keys()
-        and all(torch.equal(a[k], b[k]) for k in a)
-        and numbers(f"{folder}/a") == numbers(f"{folder}/b")
-    )
+    (a, numbers), (b, again) = held(f"{folder}/a"), held(f"{folder}/b")
+    return bool(numbers) and numbers == again and equal(a, b)
 
 
 @pytest.mark.parametrize("name", ["Lamb", "AdamW"])
@@ -181,28 +167,31 @@ def test_state_of_a_parameter_without_dimensions_comes_back(pool2: RankPool, tmp
     assert all(pool2.run(scaled_round_trip, str(tmp_path), name))
 
 
-def listed_frozen(folder: str, stage: int) -> bool:
+def listed_frozen(folder: str) -> list[bool]:
+    """Whether masters are the same in exports of every stage's layout."""
     model = Scaled().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     engine = start(model, make_config(2, optimizer=None), optimizer=optimizer)
     train(engine, 2)
     engine.save_checkpoint(f"{folder}/own", "t")
-    assert main(["export", f"{folder}/own", f"{folder}/theirs", "--format", "deepspeed", "--stage", str(stage)]) == 0
-    own, theirs = tensors(f"{folder}/own"), tensors(f"{folder}/theirs")
-    return all(torch.equal(value, theirs[key]) for key, value in own.items() if key[0] == "master")
+    own, same = held(f"{folder}/own")[0], []
+    for stage in (0, 1, 3):
+        theirs = f"{folder}/theirs{stage}"
+        assert main(["export", f"{folder}/own", theirs, "--format", "deepspeed", "--stage", str(stage)]) == 0
+        there = held(theirs)[0]
+        same.append(all(torch.equal(value, there[key]) for key, value in own.items() if key[0] == "master"))
+    return same
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_export_of_an_optimizer_that_lists_frozen_parameters(pool1: RankPool, tmp_path: Path, stage: int) -> None:
-    assert pool1.run(listed_frozen, str(tmp_path), stage) == [True]
+def test_export_of_an_optimizer_that_lists_frozen_parameters(pool1: RankPool, tmp_path: Path) -> None:
+    assert pool1.run(listed_frozen, str(tmp_path)) == [[True] * 3]
 
 
 def another_schedule(folder: str) -> str:
-    engine = start(Stack(depth=1).train(), make_config(1, scheduler=SCHEDULE))
+    engine = engine_of(1, scheduler=SCHEDULE)
     train(engine, 2)
     engine.save_checkpoint(folder)
-    steps = {"type": "StepLR", "params": {"step_size": 3}}
-    other = start(Stack(depth=1).train(), make_config(1, scheduler=steps))
+    other = engine_of(1, scheduler={"type": "StepLR", "params": {"step_size": 3}})
     with pytest.raises(CheckpointError) as refused:
         other.load_checkpoint(folder)
     train(other, 1)  # it is as it was

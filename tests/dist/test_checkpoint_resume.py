@@ -5,6 +5,7 @@ counters.
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.tools.verify.models import (
-    HIDDEN,
-    IN_FEATURES,
-    OUT_FEATURES,
-    Case,
-    regression_batch,
-    seeded,
-    squared_error,
-)
+from deepspeed.tools.verify.models import Case
 from deepspeed.tools.verify.resume import built_in_cells, interrupted, resume_on_rank
 from deepspeed.tools.verify.runs import Setup, seed_everything, snapshot, train_case
 from tests.harness.cases import case_named
+from tests.harness.offload import PRECISION
 from tests.harness.plain_optim import PlainOptimizer, UserElementwise
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, here, make_config, start
 
-pytestmark = pytest.mark.timeout(120)
 STEPS, AT = 5, 3
-PRECISION: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}},
-}
 
 
 def identical(answers: list[str]) -> None:
@@ -74,9 +62,7 @@ def test_every_stage_and_precision(pool2: RankPool, tmp_path: Path, cell: Setup)
     identical(pool2.run(resume_on_rank, cell, str(tmp_path), STEPS, AT))
 
 
-@pytest.mark.parametrize(
-    "cell", [c for c in built_in_cells((1, 3)) if c.label.split(" ", 2)[2] in ("fp32", "nvme")], ids=lambda c: c.label
-)
+@pytest.mark.parametrize("cell", [c for c in built_in_cells((1, 3)) if c.label.endswith("fp32")], ids=lambda c: c.label)
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_offload_with_an_open_window_on_one_rank(pool1: RankPool, tmp_path: Path, cell: Setup, tier: str) -> None:
     config = {**cell.config, **PRECISION["bf16"], "gradient_accumulation_steps": 2}
@@ -92,7 +78,9 @@ def unsynced(stage: int, cut: int, folder: str) -> str:
         for number in numbers:
             micro = number % 3
             with engine.no_sync() if micro < 2 else contextlib.nullcontext():
-                told += train_backward(engine, case, number)
+                loss = case.seeded_loss(engine, here(number))[0]
+                engine.backward(loss)
+                told.append(float(loss.detach()))
             if micro == 2:
                 engine.step()
         return told
@@ -105,14 +93,7 @@ def unsynced(stage: int, cut: int, folder: str) -> str:
     return interrupted(begin, train, folder, cut=3 + cut, last=9)
 
 
-def train_backward(engine: Any, case: Case, number: int) -> list[float]:
-    """One forward and backward."""
-    loss = case.seeded_loss(engine, here(number))[0]
-    engine.backward(loss)
-    return [float(loss.detach())]
-
-
-@pytest.mark.in_make_test("1-3", "2-3")
+@pytest.mark.in_make_test("2-3")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("cut", [1, 2])
 def test_windows_under_no_sync(pool2: RankPool, tmp_path: Path, stage: int, cut: int) -> None:
@@ -123,7 +104,7 @@ def on_mesh(zero: dict[str, int], precision: str, folder: str) -> str:
     """A window cut on a mesh of two axes."""
     case = case_named("plain", accumulation=2)
     config = make_config(3, zero=zero, gradient_accumulation_steps=2, **PRECISION[precision])
-    return resumes(lambda: start(case.build(), config), case, folder, cut=5, last=8)
+    return resumes(lambda: start(case.build(), config), case, folder, cut=3, last=6)
 
 
 @pytest.mark.in_make_test("mics-bf16")
@@ -137,27 +118,24 @@ def test_meshes_of_four_ranks(pool4: RankPool, tmp_path: Path, zero: dict[str, i
 
 
 class OddState(PlainOptimizer):
-    """A user's class whose state has everything: lists, text, None, flags, numbers, tensors of other shapes, and a
-    global entry.
+    """A user's class whose state has everything: lists, text, None, flags, numbers, a tensor of another shape and dtype
+    than the parameter, and a global entry.
     """
 
     defaults_of = {"lr": 1e-2, "names": ("a", "b"), "note": None}
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         state["history"] = [*state.get("history", []), len(state.get("history", []))]
-        state["word"], state["nothing"], state["flag"] = (
-            f"seen {len(state['history'])}",
-            None,
-            len(state["history"]) % 2 == 0,
-        )
+        state["word"], state["nothing"] = f"seen {len(state['history'])}", None
+        state["flag"] = len(state["history"]) % 2 == 0
         state["largest"] = max(state.get("largest", 0.0), float(g.abs().max()) if g.numel() else 0.0)
-        state["rows"] = state.get("rows", torch.zeros(p.shape[:1])) + (
-            g.flatten(1).norm(dim=1) if g.ndim > 1 else g.abs()
-        )
+        rows = g.flatten(1) if g.ndim > 1 else g.reshape(-1, 1)
+        state["squares"] = state.get("squares", 0) + (rows @ rows.T).double()
         state["count"] = state.get("count", torch.zeros((), dtype=torch.int64)) + 1
         self.state["rounds"] = self.state.get("rounds", 0) + 1
         group["note"] = state["word"]
-        p.sub_(group["lr"] * torch.tanh(g) / (1 + state["largest"] + 0.01 * len(state["history"])))
+        damped = 1 + state["largest"] + 0.01 * len(state["history"]) + state["squares"].diagonal().sum()
+        p.sub_(group["lr"] * torch.tanh(g) / damped)
 
 
 class OddElements(UserElementwise):
@@ -169,17 +147,6 @@ class OddElements(UserElementwise):
         super().update(p, g / (len(state["history"]) + state["sums"][0]), state, group)
 
 
-class Shampooish(PlainOptimizer):
-    """State of other shapes and dtypes than the parameter's, in whole tensors."""
-
-    defaults_of = {"lr": 1e-2}
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        flat = g.reshape(g.shape[0], -1) if g.ndim else g.reshape(1, 1)
-        state["left"] = state.get("left", torch.eye(flat.shape[0], dtype=torch.float64)) + (flat @ flat.T).double()
-        p.sub_(group["lr"] * torch.linalg.solve(state["left"], flat.double()).to(p.dtype).reshape(p.shape))
-
-
 CONFIGURED: dict[str, dict[str, Any]] = {
     "Lamb": {"lr": 1e-2},
     "Lion": {"lr": 1e-3},
@@ -189,15 +156,13 @@ CONFIGURED: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.05, "momentum": 0.9},
 }
 CLIENT: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW_amsgrad": lambda groups: torch.optim.AdamW(groups, lr=1e-2, amsgrad=True),
-    "Adafactor": lambda groups: torch.optim.Adafactor(groups, lr=1e-2),
-    "NAdam": lambda groups: torch.optim.NAdam(groups, lr=1e-2),
-    "RAdam": lambda groups: torch.optim.RAdam(groups, lr=1e-2),
-    "Adamax": lambda groups: torch.optim.Adamax(groups, lr=1e-2),
-    "Rprop": lambda groups: torch.optim.Rprop(groups, lr=1e-2),
+    "AdamW_amsgrad": partial(torch.optim.AdamW, lr=1e-2, amsgrad=True),
+    **{
+        name: partial(getattr(torch.optim, name), lr=1e-2)
+        for name in ("Adafactor", "NAdam", "RAdam", "Adamax", "Rprop")
+    },
     "OddState": OddState,
     "OddElements": OddElements,
-    "Shampooish": Shampooish,
 }
 
 
@@ -232,58 +197,16 @@ def test_optimizers(pool2: RankPool, tmp_path: Path, name: str, stage: int) -> N
 # -- models --------------------------------------------------------------------------------------------------------
 
 
-class Normed(nn.Module):
-    """BatchNorm sees other data on every rank; a buffer that is not persistent, and an extra state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp, self.norm, self.head = (
-            nn.Linear(IN_FEATURES, HIDDEN),
-            nn.BatchNorm1d(HIDDEN),
-            nn.Linear(HIDDEN, OUT_FEATURES),
-        )
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        self.words: list[str] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.calls += 1
-        return self.head(torch.relu(self.norm(self.inp(x)))) * (1 + self.calls)
-
-    def get_extra_state(self) -> Any:
-        return {"words": self.words}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.words = list(state["words"])
-
-
 def with_model(name: str, folder: str) -> str:
     """A resumed run of one model."""
-    normed = Case("batch_norm", seeded(Normed), regression_batch, squared_error)
-    case = normed if name == "batch_norm" else case_named(name)
+    case = case_named(name)
     return resumes(lambda: start(case.build(), make_config(3, **PRECISION["bf16"])), case, folder)
 
 
-@pytest.mark.in_make_test("frozen", "tied", "odd_shapes")
+@pytest.mark.in_make_test("frozen", "tied")
 @pytest.mark.parametrize("name", ["frozen", "tied", "odd_shapes", "batch_norm"])
 def test_models_in_bf16_on_three_ranks(pool3: RankPool, tmp_path: Path, name: str) -> None:
     identical(pool3.run(with_model, name, str(tmp_path)))
-
-
-def extra_state(folder: str) -> list[str]:
-    """What a module says with ``get_extra_state`` comes back."""
-    engine = start(Normed(), make_config(2))
-    engine.module.words.append("kept")
-    engine.save_checkpoint(folder)
-    engine.module.words.clear()
-    engine.load_checkpoint(folder)
-    words = engine.module.words
-    engine.destroy()
-    return words
-
-
-def test_extra_state_of_modules(pool2: RankPool, tmp_path: Path) -> None:
-    assert pool2.run(extra_state, str(tmp_path)) == [["kept"], ["kept"]]
 
 
 def born_sharded(precision: str, folder: str) -> str:
@@ -299,6 +222,7 @@ def born_sharded(precision: str, folder: str) -> str:
     return resumes(engine, case, folder)
 
 
+@pytest.mark.in_make_test("bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_models_of_zero_init(pool2: RankPool, tmp_path: Path, precision: str) -> None:
     identical(pool2.run(born_sharded, precision, str(tmp_path)))
@@ -309,21 +233,19 @@ def test_models_of_zero_init(pool2: RankPool, tmp_path: Path, precision: str) ->
 
 def without_optimizer(stage: int, folder: str) -> bool:
     """An engine for inference saves its weights, and another one with other weights takes them."""
-    case = case_named("plain")
-    engine = start(case.build(), make_config(stage, optimizer=None))
-    engine.save_checkpoint(folder)
-    wanted = snapshot(engine)["params"]
-    engine.destroy()
-    model = case.build()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(1.0)
-    engine = start(model, make_config(stage, optimizer=None))
-    assert snapshot(engine)["params"] != wanted
-    engine.load_checkpoint(folder)
-    same = snapshot(engine)["params"] == wanted
-    engine.destroy()
-    return same
+    digests = []
+    for change in (0.0, 1.0):
+        model = case_named("plain").build()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(change)
+        engine = start(model, make_config(stage, optimizer=None))
+        digests.append(snapshot(engine)["params"])
+        engine.load_checkpoint(folder) if change else engine.save_checkpoint(folder)
+        digests.append(snapshot(engine)["params"])
+        engine.destroy()
+    saved, _, other, loaded = digests
+    return loaded == saved != other
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -333,62 +255,73 @@ def test_engines_without_an_optimizer(pool2: RankPool, tmp_path: Path, stage: in
 
 def two_engines(folder: str) -> list[str]:
     """Two engines under other stages in turns; each has its own folder, and both save behind the training."""
-    cases = [case_named("plain"), case_named("tied")]
     behind = {"checkpoint": {"async": True}}
-    configs = [make_config(2, **behind), make_config(3, bf16={"enabled": True}, **behind)]
-    folders = [f"{folder}/{index}" for index in range(2)]
+    configs = {"plain": make_config(2, **behind), "tied": make_config(3, **PRECISION["bf16"], **behind)}
+    cases = [case_named(name) for name in configs]
 
     def pair() -> list[Any]:
-        return [start(case.build(), config) for case, config in zip(cases, configs, strict=True)]
+        return [start(case.build(), config) for case, config in zip(cases, configs.values(), strict=True)]
 
-    def train(engines: list[Any], numbers: range) -> list[float]:
-        return [
-            loss
-            for n in numbers
-            for e, case in zip(engines, cases, strict=True)
-            for loss in train_case(e, case, range(n, n + 1))
-        ]
+    def train(engines: list[Any], numbers: range) -> list[list[float]]:
+        turns = [(number, both) for number in numbers for both in zip(engines, cases, strict=True)]
+        return [train_case(*both, range(number, number + 1)) for number, both in turns]
+
+    def rest(engines: list[Any]) -> dict[str, Any]:
+        """Train to the end; what decides how it would go on."""
+        found: dict[str, Any] = {"loss": train(engines, range(3, 6))}
+        snapshots = [snapshot(engine) for engine in engines]
+        found |= {field: [each[field] for each in snapshots] for field in ("params", "opt", "lr", "scaler")}
+        for engine in engines:
+            engine.destroy()
+        return found
 
     engines = pair()
     train(engines, range(3))
-    for engine, place in zip(engines, folders, strict=True):
-        engine.save_checkpoint(place)
-    wanted = train(engines, range(3, 6)), [snapshot(e) for e in engines]
-    for engine in engines:
-        engine.destroy()
+    for index, engine in enumerate(engines):
+        engine.save_checkpoint(f"{folder}/{index}")
+    wanted = rest(engines)
     engines = pair()
-    for engine, place in zip(engines, folders, strict=True):
-        assert engine.load_checkpoint(place)[0] is not None
-    found = train(engines, range(3, 6)), [snapshot(e) for e in engines]
-    for engine in engines:
-        engine.destroy()
-    fields = ("params", "opt", "lr", "scaler")
-    wrong = [f for one, two in zip(wanted[1], found[1], strict=True) for f in fields if one[f] != two[f]]
-    return wrong + (["loss"] if wanted[0] != found[0] else [])
+    for index, engine in enumerate(engines):
+        assert engine.load_checkpoint(f"{folder}/{index}")[0] is not None
+    found = rest(engines)
+    return [field for field in wanted if wanted[field] != found[field]]
 
 
 def test_two_engines_in_one_process(pool2: RankPool, tmp_path: Path) -> None:
     assert pool2.run(two_engines, str(tmp_path)) == [[], []]
 
 
-def resume_with_lazy_buffers(folder: str, background: bool) -> list[str]:  # noqa: FBT001
-    """Buffers that torch holds with a conjugate or a negative bit; which of them come back as other values."""
+class Speaks(nn.Module):
+    """A module with a state that is no tensor."""
+
+    words: tuple[str, ...] = ("kept",)
+
+    def get_extra_state(self) -> Any:
+        return {"words": self.words}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.words = state["words"]
+
+
+def with_odd_state(folder: str, background: bool) -> list[str]:  # noqa: FBT001
+    """Buffers that torch holds with a conjugate or a negative bit, and extra state; what comes back otherwise."""
     model = case_named("plain").build()
     model.register_buffer("rotation", torch.tensor([1 + 2j, 3 - 1j]).conj())
     model.register_buffer("negative", torch._neg_view(torch.arange(3.0)))
+    model.speaks = Speaks()
     assert model.rotation.is_conj() and model.negative.is_neg() and model.negative.is_contiguous()
     engine = start(model, make_config(1, checkpoint={"async": background}))
     wanted = {name: buffer.clone() for name, buffer in model.named_buffers()}
     engine.save_checkpoint(folder)
     model.rotation.zero_()
+    model.speaks.words = ()
     engine.load_checkpoint(folder)
     found = dict(model.named_buffers())
     engine.destroy()
-    return [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+    wrong = [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+    return wrong if model.speaks.words == ("kept",) else [*wrong, "extra state"]
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_buffers_with_a_conjugate_or_negative_bit_come_back(
-    pool1: RankPool, tmp_path: Path, *, background: bool
-) -> None:
-    assert pool1.run(resume_with_lazy_buffers, str(tmp_path), background) == [[]]
+def test_odd_buffers_and_extra_state_come_back(pool1: RankPool, tmp_path: Path, *, background: bool) -> None:
+    assert pool1.run(with_odd_state, str(tmp_path), background) == [[]]

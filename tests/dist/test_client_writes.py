@@ -2,7 +2,6 @@
 count, wherever in a window that is, and inside a forward.
 """
 
-import contextlib
 from typing import Any
 from unittest import mock
 
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import deepspeed
 from deepspeed.tools.verify.grads import full_parameters, scaled_error
 from deepspeed.tools.verify.reference import gate_optimizer
 from deepspeed.zero.module import tree
@@ -20,10 +18,8 @@ from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start
 
 pytestmark = pytest.mark.timeout(60)
-gathered = deepspeed.zero.GatheredParameters
 ELSEWHERE = {
     "device": {},
-    "parameters on the host": {"offload_param": {"device": "cpu"}},
     "all on the host": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
 }
 
@@ -31,13 +27,13 @@ ELSEWHERE = {
 class Beside:
     """A model under an engine, and the same one plain, with windows of ``accumulation`` micro-batches."""
 
-    def __init__(self, build: Any, stage: int, *, accumulation: int = 1, zero: Any = None, **changes: Any) -> None:
+    def __init__(self, build: Any, stage: int, *, accumulation: int = 1, zero: Any = None) -> None:
         torch.manual_seed(3)
         self.plain, self.accumulation = build(), accumulation
         model = build()
         model.load_state_dict(self.plain.state_dict())
-        self.threshold = {"param_persistence_threshold": 0, **(zero or {})}
-        config = make_config(stage, gradient_accumulation_steps=accumulation, zero=self.threshold, **changes)
+        zero = {"param_persistence_threshold": 0, **(zero or {})}
+        config = make_config(stage, gradient_accumulation_steps=accumulation, zero=zero)
         self.engine = start(model, config)
         self.optimizer = gate_optimizer(self.plain)
         self.micro, self.error, self.worst = 0, 0.0, ""
@@ -60,19 +56,6 @@ class Beside:
     def window(self) -> None:
         for _ in range(self.accumulation):
             self.step()
-
-    def edit(self, *names: str) -> None:
-        """The last rank doubles parameters and adds something to them; the others find that there."""
-        ours, plain = dict(self.engine.module.named_parameters()), dict(self.plain.named_parameters())
-        owner = dist.get_world_size() - 1
-        whole = [ours[name] for name in names]
-        with torch.no_grad():
-            with gathered(whole, modifier_rank=owner) if hasattr(whole[0], "ds_id") else contextlib.nullcontext():
-                for name in names if dist.get_rank() == owner or not hasattr(whole[0], "ds_id") else ():
-                    ours[name].mul_(2.0).add_(0.125)
-            for name in names:
-                plain[name].mul_(2.0).add_(0.125)
-        self.compare(f"after an edit of {names}")
 
     def compare(self, where: str) -> None:
         expected = dict(self.plain.named_parameters())
@@ -134,7 +117,7 @@ class Forward(nn.Module):
 
 def written_in_forward(how: str, stage: int, accumulation: int, elsewhere: str) -> tuple[float, str, list[str]]:
     pair = Beside(lambda: Forward(how), stage, accumulation=accumulation, zero=ELSEWHERE[elsewhere])
-    for number in range(6):
+    for number in range(4):
         pair.window()
         pair.compare(f"after update {number}")
         with torch.no_grad():
@@ -150,7 +133,6 @@ def written_in_forward(how: str, stage: int, accumulation: int, elsewhere: str) 
     "3-3-device-clamped",
     "3-3-device-max_norm",
     "3-2-all on the host-clamped data",
-    "3-2-all on the host-max_norm",
 )
 @pytest.mark.parametrize("how", ["in place", "data", "assigned", "clamped", "clamped data", "max_norm"])
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from deepspeed.tools.verify.grads import full_parameters
 from tests.harness import pipes
 from tests.harness.pool import RankPool
 
-pytestmark = pytest.mark.timeout(120)
 MICROS = 4  # of the whole job
 LAYOUTS = {
     "2 stages 1f1b": (2, 2, {"schedule": "1f1b"}, 1),
@@ -41,8 +40,7 @@ def _batch(engine: Any, step: int) -> Any:
 def _save(folder: str, layout: str) -> None:
     _, stages, pipeline, level = LAYOUTS[layout]
     engine = _start(stages, pipeline, level)
-    for step in range(2):
-        engine.train_batch(_batch(engine, step))
+    engine.train_batch(_batch(engine, 0))
     engine.save_checkpoint(folder, "t")
     engine.destroy()
 
@@ -52,7 +50,7 @@ def _go_on(folder: str, layout: str) -> tuple[float, float, dict[str, Tensor], i
     engine = _start(stages, pipeline, level)
     path, _ = engine.load_checkpoint(folder)
     assert path is not None
-    loss = float(engine.train_batch(_batch(engine, 2)))
+    loss = float(engine.train_batch(_batch(engine, 1)))
     params = {name: value.clone() for name, value in full_parameters(engine.module).items()}
     norm, steps = engine.get_global_grad_norm(), engine.global_steps
     engine.destroy()
@@ -79,7 +77,7 @@ def test_any_number_of_stages_to_any_other(
 ) -> None:
     pools: list[RankPool] = [request.getfixturevalue(f"pool{LAYOUTS[name][0]}") for name in (saved, loaded)]
     pools[0].run(_save, str(tmp_path), saved)
-    losses, norms, expected = pipes.plain_run(pipes.layers(6), micros=MICROS, data_ranks=1, steps=3)
+    losses, norms, expected = pipes.plain_run(pipes.layers(6), micros=MICROS, data_ranks=1, steps=2)
     for loss, norm, params, steps in pools[1].run(_go_on, str(tmp_path), loaded):
-        assert steps == 3
-        assert pipes.worst(([loss], [norm], params), (losses[2:], norms[2:], expected)) <= 1e-6
+        assert steps == 2
+        assert pipes.worst(([loss], [norm], params), (losses[1:], norms[1:], expected)) <= 1e-6

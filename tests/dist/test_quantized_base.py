@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.tools.verify.grads import full_parameters
 from deepspeed.tools.verify.reference import gate_optimizer
+from tests.harness.lockstep import equal
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, make_config, outcome, start
 
-pytestmark = pytest.mark.timeout(120)
 WIDTH, BLOCK, RANK = 16, 8, 2
 aten = torch.ops.aten
 
@@ -124,6 +124,10 @@ def codes_of(model: Any) -> list[Tensor]:
     return [block.weight.dequantized().clone() for block in model]
 
 
+def same_base(model: Any, base: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(codes_of(model), base, strict=True))
+
+
 def begin(kind: Any, stage: int, seed: int = 0, **changes: Any) -> Any:
     model = build(kind, seed)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -131,10 +135,16 @@ def begin(kind: Any, stage: int, seed: int = 0, **changes: Any) -> Any:
     return deepspeed.initialize(model=model, model_parameters=trained, config=make_config(stage, zero=zero))[0]
 
 
-def run_training(kind: Any, stage: int, changes: dict[str, Any]) -> tuple[float, str, bool]:
+PLACES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+}
+
+
+def run_training(kind: Any, stage: int, place: str) -> tuple[float, str, bool]:
     """The error of the adapters, and whether the base is the first rank's to the bit, at the end and when destroyed."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    engine, plain = begin(kind, stage, seed=rank, **changes), build(kind)
+    engine, plain = begin(kind, stage, seed=rank, **PLACES[place]), build(kind)
     optimizer, base = gate_optimizer(plain), codes_of(plain)
     for step in range(3):
         engine.backward(loss_of(engine, step, rank))
@@ -143,21 +153,20 @@ def run_training(kind: Any, stage: int, changes: dict[str, Any]) -> tuple[float,
         optimizer.step()
         optimizer.zero_grad()
     adapters = {name: p.detach() for name, p in plain.named_parameters() if p.requires_grad}
-    worst = (0.0, "")
-    for name, value in full_parameters(engine.module).items():
-        if name in adapters:
-            worst = max(worst, (float((value - adapters[name]).abs().max()), name))
+    values = full_parameters(engine.module)
+    worst = max((float((values[name] - wanted).abs().max()), name) for name, wanted in adapters.items())
     model = engine.module
     engine.destroy()
-    same = all(torch.equal(a, b) for a, b in zip(codes_of(model), base, strict=True))
-    return (*worst, same)
+    return (*worst, same_base(model, base))
 
 
-@pytest.mark.in_make_test("Codes4-0", "Rows8-3")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.in_make_test("0-device-Codes4", "3-device-Rows8", "3-host-Codes4")
 @pytest.mark.parametrize("kind", [Codes4, Rows8])
-def test_adapters_train_on_a_quantized_base_as_in_plain_torch(pool2: RankPool, kind: Any, stage: int) -> None:
-    for error, where, same in pool2.run(run_training, kind, stage, {}):
+@pytest.mark.parametrize(("stage", "place"), [*((stage, "device") for stage in STAGES), (3, "host")])
+def test_adapters_train_on_a_quantized_base_as_in_plain_torch(
+    pool2: RankPool, kind: Any, stage: int, place: str
+) -> None:
+    for error, where, same in pool2.run(run_training, kind, stage, place):
         assert error <= 1e-6 and same, where
 
 
@@ -172,8 +181,7 @@ def run_moved(stage: int) -> tuple[float, bool]:
             error = abs(float(loss.detach()) - float(loss_of(plain, step, 0).detach()))
         engine.backward(loss)
         engine.step()
-    held = all(torch.equal(a, b) for a, b in zip(codes_of(engine.module), codes_of(plain), strict=True))
-    return error, held
+    return error, same_base(engine.module, codes_of(plain))
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -182,73 +190,62 @@ def test_frozen_codes_that_are_given_other_memory_come_back_with_their_values(po
         assert error <= 1e-6 and same
 
 
-@pytest.mark.parametrize("kind", [Codes4, Rows8])
-def test_a_quantized_base_rests_in_host_memory(pool2: RankPool, kind: Any) -> None:
-    changes = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
-    for error, where, same in pool2.run(run_training, kind, 3, changes):
-        assert error <= 1e-6 and same, where
-
-
-def run_bytes() -> tuple[int, int, int]:
-    engine = begin(Codes4, 3)
-    units = [unit for unit in engine.runtime.units if unit.dtype is torch.uint8]
-    held = sum(unit.shard.nbytes for unit in units), sum(unit.buffer.full.untyped_storage().nbytes() for unit in units)
-    engine.destroy()
-    return *held, 3 * WIDTH * WIDTH // 2
-
-
-def test_codes_take_their_share_of_bytes_on_each_rank(pool2: RankPool) -> None:
-    for shard, gathered, whole in pool2.run(run_bytes):
-        assert (shard, gathered) == (whole // 2, 0)
-
-
-def run_saved(kind: Any, folder: Path, *, frozen: bool) -> tuple[bool, bool, str]:
-    """Loaded into an engine over another base: whether that is the saved one then, and the adapters; else the error."""
-    engine = begin(kind, 3)
+def run_saved(kind: Any, folder: Path) -> list[tuple[bool, bool, str]]:
+    """Saved with the base and without, and loaded into engines over another one: whether the base is the saved one
+    then, whether adapters are, and the error of a strict load.
+    """
+    engine, found = begin(kind, 3), []
     engine.backward(loss_of(engine, 0, dist.get_rank()))
     engine.step()
-    engine.save_checkpoint(folder, exclude_frozen_parameters=not frozen)
     adapters = {n: v for n, v in full_parameters(engine.module).items() if "up" in n}
+    for tag in ("all", "adapters"):
+        engine.save_checkpoint(folder, tag=tag, exclude_frozen_parameters=tag == "adapters")
     engine.destroy()
-    other = begin(kind, 3, seed=9)
-    said = outcome(lambda: other.load_checkpoint(folder))
-    if said:
-        other.load_checkpoint(folder, load_module_strict=False)
-    loaded = {n: v for n, v in full_parameters(other.module).items() if "up" in n}
-    model = other.module
-    other.destroy()
-    same = all(torch.equal(a, b) for a, b in zip(codes_of(model), codes_of(build(kind)), strict=True))
-    return same, all(torch.equal(loaded[n], adapters[n]) for n in adapters), said
+    for tag in ("all", "adapters"):
+        other = begin(kind, 3, seed=9)
+        said = outcome(lambda other=other, tag=tag: other.load_checkpoint(folder, tag=tag))
+        if said:
+            other.load_checkpoint(folder, tag=tag, load_module_strict=False)
+        loaded = {n: v for n, v in full_parameters(other.module).items() if "up" in n}
+        model = other.module
+        other.destroy()
+        found.append((same_base(model, codes_of(build(kind))), equal(loaded, adapters), said))
+    return found
 
 
 @pytest.mark.parametrize("kind", [Codes4, Rows8])
-def test_a_checkpoint_has_codes_and_scales(pool2: RankPool, kind: Any, tmp_path: Path) -> None:
-    for base, adapters, said in pool2.run(run_saved, kind, tmp_path, frozen=True):
-        assert base and adapters and not said
-
-
-@pytest.mark.parametrize("kind", [Codes4, Rows8])
-def test_one_of_the_adapters_alone_leaves_the_base(pool2: RankPool, kind: Any, tmp_path: Path) -> None:
-    for base, adapters, said in pool2.run(run_saved, kind, tmp_path, frozen=False):
+def test_a_checkpoint_has_codes_and_scales_and_one_of_the_adapters_alone_leaves_the_base(
+    pool2: RankPool, kind: Any, tmp_path: Path
+) -> None:
+    for whole, alone in pool2.run(run_saved, kind, tmp_path):
+        assert whole == (True, True, "")
+        base, adapters, said = alone
         assert not base and adapters and "missing there" in said
         assert ("weight.quant_state.nested.top" if kind is Codes4 else "weight.codes") in said
 
 
-def run_file(folder: Path) -> dict[str, torch.dtype]:
+def run_file(folder: Path) -> tuple[int, int, dict[str, torch.dtype]]:
+    """Bytes of codes at rest and gathered on this rank, and what is in a file of weights."""
     engine = begin(Codes4, 3, gather_16bit_weights_on_model_save=True)
+    units = [unit for unit in engine.runtime.units if unit.dtype is torch.uint8]
+    shard = sum(unit.shard.nbytes for unit in units)
+    gathered = sum(unit.buffer.full.untyped_storage().nbytes() for unit in units)
     engine.save_16bit_model(folder, "model.bin")
     engine.destroy()
-    return {name: value.dtype for name, value in torch.load(folder / "model.bin").items()}
+    return shard, gathered, {name: value.dtype for name, value in torch.load(folder / "model.bin").items()}
 
 
-def test_a_file_of_weights_has_codes_and_scales(pool2: RankPool, tmp_path: Path) -> None:
-    dtypes = pool2.run(run_file, tmp_path)[0]
-    found = {name.partition(".")[2]: dtype for name, dtype in dtypes.items() if name.startswith("1.weight")}
-    assert found == {
-        "weight": torch.uint8,
-        "weight.quant_state.absmax": torch.uint8,
-        "weight.quant_state.nested.top": torch.float32,
-    }
+def test_codes_take_their_share_of_bytes_and_a_file_of_weights_has_them_and_scales(
+    pool2: RankPool, tmp_path: Path
+) -> None:
+    for shard, gathered, dtypes in pool2.run(run_file, tmp_path):
+        assert (shard, gathered) == (3 * WIDTH * WIDTH // 2 // 2, 0), "half of the bytes, of two codes each"
+        found = {name.partition(".")[2]: dtype for name, dtype in dtypes.items() if name.startswith("1.weight")}
+        assert found == {
+            "weight": torch.uint8,
+            "weight.quant_state.absmax": torch.uint8,
+            "weight.quant_state.nested.top": torch.float32,
+        }
 
 
 def run_trained() -> str:
@@ -270,7 +267,7 @@ def born_sharded(kind: Any) -> tuple[float, bool]:
     engine, plain = start(model, config), build(kind)
     error = float((loss_of(engine, 0, rank) - loss_of(plain, 0, rank)).abs().detach())
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        same = all(torch.equal(a, b) for a, b in zip(codes_of(model), codes_of(plain), strict=True))
+        same = same_base(model, codes_of(plain))
     engine.destroy()
     return error, same
 
