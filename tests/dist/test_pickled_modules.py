@@ -140,6 +140,22 @@ def test_a_pickled_module_is_the_plain_one(pool2: RankPool, tmp_path: Path, stag
         assert alone.first.weight is alone.last.weight and (tmp_path / "alone.pt").stat().st_size < 30_000
 
 
+def without_tiles(folder: str) -> tuple[bool, bool, bool]:
+    """A decoder whose MLPs compute in tiles: are there any, does a pickle name this package, do copies agree."""
+    engine = start(Llama(), make_config(1, sequence={"mlp_tiles": 2}))
+    wired = any("forward" in vars(module) for module in engine.module.modules())
+    data, words = pickle.dumps(engine.module), torch.arange(8).view(1, 8)
+    with torch.no_grad():
+        expected, copies = engine(words), [pickle.loads(data), copy.deepcopy(engine.module)]
+        same = all((made(words) - expected).abs().max() < 1e-6 for made in copies)
+    engine.destroy()
+    return wired, b"deepspeed" in data, same
+
+
+def test_a_pickled_decoder_needs_nothing_of_this_package(pool1: RankPool, tmp_path: Path) -> None:
+    assert pool1.run(without_tiles, str(tmp_path)) == [(True, False, True)]
+
+
 def refused(folder: str) -> dict[str, str]:
     engine, target = start(Model(), make_config(3)), Path(folder) / f"{dist.get_rank()}"
     said = {

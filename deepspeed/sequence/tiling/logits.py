@@ -149,10 +149,10 @@ class LazyHead:
         if not self._logged and hidden.requires_grad:
             self._logged = True
             size = rows * sample.shape[-1] * 4 / 2**30
-            text = (
-                f"logits of {rows:,} tokens and {sample.shape[-1]:,} words take {size:.1f} GiB in fp32, their gradient"
+            log_dist(
+                f"logits of {rows:,} tokens and {sample.shape[-1]:,} words take {size:.1f} GiB in fp32, their gradient "
+                f"as much: the loss is computed in {tiles} tiles or less (key sequence.loss)"
             )
-            log_dist(f"{text} as much: the loss is computed in {tiles} tiles or less (key sequence.loss)")
         return LazyLogits(self, hidden, (), sample)
 
     @staticmethod
@@ -261,15 +261,11 @@ def _indexed(logits: LazyLogits, func: Any, index: Any) -> Any:
     """Take rows."""
     items = index if isinstance(index, tuple) else (index,)
     fixed = [i for i in items if i is not Ellipsis]
-    used = sum(0 if i is None else i.dim() if _is_mask(i) else 1 for i in fixed)
+    used = sum(0 if i is None else i.dim() if getattr(i, "dtype", None) == torch.bool else 1 for i in fixed)
     last_is_whole = used < logits.dim() and not (len(fixed) < len(items) and items[-1] is not Ellipsis)
     if not last_is_whole and not (isinstance(items[-1], slice) and items[-1] == slice(None)):
         return NotImplemented
     return logits._like(logits._hidden[index])
-
-
-def _is_mask(item: Any) -> bool:
-    return isinstance(item, torch.Tensor) and item.dtype == torch.bool
 
 
 def _split(logits: LazyLogits, func: Any, size: Any, dim: int = 0) -> Any:

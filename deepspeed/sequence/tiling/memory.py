@@ -1,5 +1,7 @@
 """What the block ``sequence`` does to a model of Hugging Face for its memory: lazy logits, and MLPs in tiles."""
 
+import copy
+import copyreg
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -45,7 +47,9 @@ def save_memory(model: nn.Module, block: SequenceConfig, *, shared: bool, back: 
             f"names {', '.join(_MLP_NAMES)}. Delete the key, or call TiledMLP.apply in the model"
         )
     logged: list[int] = []
-    for mlp in (*mlps, *(_norms(model) if mlps else ())):
+    # Norms compute in fp32: their values are as large as those of an MLP.
+    norms = [m for m in model.modules() if mlps and type(m).__name__.endswith(("RMSNorm", "LayerNorm"))]
+    for mlp in (*mlps, *norms):
         replace_attribute(mlp, "forward", _TiledForward(mlp, block.mlp_tiles, logged), back)
     if block.offload_activations and get_accelerator().device_name() == "cpu":
         log_dist("sequence.offload_activations has no effect: on the CPU activations are in host memory anyway")
@@ -74,11 +78,6 @@ def _mlps(model: nn.Module) -> Iterator[nn.Module]:
             experts = [module for module in mlp.modules() if stacked_experts(module)]
             mixed = experts or any(isinstance(module, nn.ModuleList) for module in mlp.modules())
             yield from experts if mixed else [mlp]
-
-
-def _norms(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield norms of tokens, which compute in fp32: their values are as large as those of an MLP."""
-    yield from (m for m in model.modules() if type(m).__name__.endswith(("RMSNorm", "LayerNorm")))
 
 
 class _TiledForward:
@@ -119,3 +118,7 @@ class _TiledForward:
             text = f"{values} take {nbytes / 2**30:.1f} GiB"
             log_dist(f"{text}: it is computed in {tiles} tiles or less, again in the backward (key sequence.mlp_tiles)")
         return tiles
+
+
+for _placed in (LazyHead, _TiledForward):  # a pickle or copy of the module has its plain forward
+    copyreg.pickle(_placed, lambda placed: (copy.copy, (placed.forward,)))  # type: ignore[attr-defined]
