@@ -44,7 +44,7 @@ train-nvme: venv
 	$(BIN)/python benchmarks/nvme.py train $(if $(NVME),--folder $(NVME))
 
 # Hundreds of processes start in a run. Where nothing may write byte code (PYTHONDONTWRITEBYTECODE), each compiled the package again.
-COMPILE = $(BIN)/python -m compileall -q deepspeed op_builder tests
+COMPILE = $(BIN)/python -m compileall -q -j 2 deepspeed op_builder tests
 PYTEST = OMP_NUM_THREADS=1 timeout $(TEST_LIMIT) $(BIN)/python -m pytest $(TESTS) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Every guarantee, on the settings that differ most; all corners of the matrices are in test-all.

@@ -1,7 +1,7 @@
 """Report an engine at its start: one line, and what ``dump_state`` and ``memory_breakdown`` ask for."""
 
 import logging
-from math import prod
+from math import isnan, prod
 
 from deepspeed.client.engine_facts import EngineFacts
 from deepspeed.comm.collectives import gather_objects
@@ -65,7 +65,8 @@ def report_start(engine: EngineFacts) -> None:
         log_dist(f"dump_state\n{state_dump(engine)}")
     if engine._parts.born_sharded:
         pairs = [p for u in units if castable(u.dtype) for p in zip(u.layout.segments, u.params, strict=True)]
-        mine = [s.name for s, p in pairs if local_of(getattr(p, "ds_tensor", p)).flatten()[-1:].isnan().any()]
+        ends = {s.name: local_of(getattr(p, "ds_tensor", p)).flatten()[-1:].tolist() for s, p in pairs}
+        mine = [name for name, end in ends.items() if any(map(isnan, end))]
         if names := [*dict.fromkeys(name for part in gather_objects(mine, engine.mesh.zero) for name in part)]:
             log_dist(
                 f"never initialised, NaN: {counted(len(names), 'parameter')} ({', '.join(names[:8])}). "

@@ -144,7 +144,7 @@ def found(ended: dict[str, Ended]) -> dict[str, dict[str, Any]]:
 
 def test_report_and_trace(ended: dict[str, Ended], folder: Path) -> None:
     report = ended["report"]
-    assert report.code == 0, report.stderr
+    assert report.code == 0 and "WARNING" not in report.stderr, report.stderr  # no value of a simulation is looked at
     for words in ("rank 2 of 4 on H100", "model states at rest", "exposed transfers", "zero/step.py"):
         assert words in report.stdout
     rows = json.loads((folder / "step.json").read_text())["traceEvents"]

@@ -53,6 +53,6 @@ def measure(plan: argparse.Namespace) -> Any:
 
 def as_text(facts: dict[str, Any], plan: argparse.Namespace) -> str:
     seconds, once = facts["seconds"], facts["seconds"]["all-gather"]
-    rows = [(name, median, f"{median / once:.2f}") for name, median in seconds.items()]
+    rows = [(name, f"{median:.3g}", f"{median / once:.2f}") for name, median in seconds.items()]
     head = f"{facts['params']:,} parameters on {plan.ranks} ranks, ZeRO-{plan.level}, bf16, AdamW"
     return titled(head, [("seconds", "", "of one all-gather in fp32"), *rows])

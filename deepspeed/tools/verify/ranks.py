@@ -8,12 +8,12 @@ and rebuilt at the next call, since the survivors may wait in a collective for e
 import contextlib
 import faulthandler
 import gc
-import itertools
 import multiprocessing
 import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -33,7 +33,6 @@ from deepspeed.comm.init import free_port
 from deepspeed.errors import DeepSpeedError
 
 LOG_TAIL_LINES = 60
-_FREEZES = 8  # so many calls import more, which no later collection looks through either
 GRACE_SECONDS = 3.0  # how long the other ranks may take to report after the first one failed
 
 
@@ -76,8 +75,11 @@ def _serve(rank: int, world: int, folder: str, port: int, connection: Connection
     """Run one rank: receive (fn, args), answer (True, result) or (False, class name, traceback)."""
     threading.Thread(target=_end_with_starter, daemon=True).start()
     enter_world(rank, world, folder, port)
-    gc.freeze()  # a collection after every call must not walk through all of torch
-    for call in itertools.count():
+    imported = 0
+    while True:
+        if len(sys.modules) > imported:  # a collection after every call must not walk through what calls import
+            gc.freeze()
+            imported = len(sys.modules)
         try:
             message = connection.recv_bytes()
         except EOFError:
@@ -90,8 +92,6 @@ def _serve(rank: int, world: int, folder: str, port: int, connection: Connection
             payload = pickle.dumps((False, type(error).__name__, traceback.format_exc()))
         connection.send_bytes(payload)
         gc.collect()
-        if call < _FREEZES:
-            gc.freeze()
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:
