@@ -20,14 +20,14 @@ PYTEST_ARGS ?=
 
 venv: $(STAMP)
 
-# torch first and by itself: it is the one large download, and resolving it together with the rest could fetch it twice.
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# torch first: it is the one large download, and resolving it together with the rest could fetch it twice.
 # No build isolation, for the same reason; setuptools is the only build requirement, and torch 2.11 takes none from 82 on.
 $(STAMP): pyproject.toml setup.py
 	@echo "setting up $(VENV) with $(TORCH): some minutes without a word, once"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet "setuptools>=77" "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[dev]"
+	$(PIP) "$(TORCH)" "setuptools>=77"
+	$(PIP) --no-build-isolation -e ".[dev]"
 	touch $@
 
 # Two minutes on two CPU cores that do nothing else, beside what pip takes.
@@ -91,7 +91,7 @@ bench: venv
 # The site, into build/site; what it needs beside .venv is installed once.
 MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 $(VENV)/.docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[docs]"
+	$(PIP) --no-build-isolation -e ".[docs]"
 	touch $@
 
 docs: $(VENV)/.docs
