@@ -164,7 +164,8 @@ def serve(path: str) -> None:
                         os._exit(99)
                 for stream in streams:
                     os.close(stream)
-                client.send(str(launcher).encode())
+                with contextlib.suppress(OSError):  # it was killed meanwhile: its end of the socket says so below
+                    client.send(str(launcher).encode())
                 running[launcher] = os.pidfd_open(launcher), client
                 ready.register(client, selectors.EVENT_READ, launcher)
                 ready.register(running[launcher][0], selectors.EVENT_READ, launcher)
