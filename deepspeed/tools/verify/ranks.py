@@ -77,8 +77,8 @@ def _serve(rank: int, world: int, folder: str, port: int, connection: Connection
     enter_world(rank, world, folder, port)
     imported = 0
     while True:
-        if len(sys.modules) > imported:  # a collection after every call must not walk through what calls import
-            gc.freeze()
+        if len(sys.modules) > imported and "accelerate" not in sys.modules:  # whose globals keep engines for a while
+            gc.freeze()  # a collection after every call must not walk through what calls import
             imported = len(sys.modules)
         try:
             message = connection.recv_bytes()
