@@ -177,7 +177,7 @@ class Accelerator:
     get_rng_state = _forwarded("get_rng_state", lambda *_: torch.get_rng_state())
     set_rng_state = _forwarded("set_rng_state", lambda new_state, *_: torch.set_rng_state(new_state))
     manual_seed = _forwarded("manual_seed", torch.manual_seed)
-    manual_seed_all = _forwarded("manual_seed_all", lambda seed: torch.default_generator.manual_seed(int(seed)))
+    manual_seed_all = _forwarded("manual_seed_all", torch.manual_seed)
     initial_seed = _forwarded("initial_seed", torch.initial_seed)
 
     # streams and events

@@ -7,14 +7,13 @@ it is a function of a seed and of the place in the run (step, micro-batch, rank)
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.accelerator.device import get_accelerator
 from deepspeed.pipe.module import LayerSpec, TiedLayerSpec
 
 IN_FEATURES = 6
@@ -48,6 +47,7 @@ class MicroBatch(NamedTuple):
 
 
 Losses = list[Tensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Case:
     def seeded_loss(self, model: nn.Module, place: MicroBatch) -> Losses:
         """Run the forward pass of one place; dropout draws the same masks in the reference and in the engine."""
         batch = self.batch(place)
-        get_accelerator().manual_seed_all(place.seed())  # without a device torch.manual_seed() notes every call's stack
+        torch.manual_seed(place.seed())
         return self.loss(model, batch, place)
 
     def backward(self, losses: Losses, call: Callable[..., Any]) -> None:
@@ -195,10 +195,10 @@ class WithDropout(Stack):
         return x
 
 
-def seeded(make: Callable[[], Any]) -> Callable[[], Any]:
+def seeded(make: Callable[[], T]) -> Callable[[], T]:
     """Wrap ``make`` so that its result does not depend on the caller's random state."""
 
-    def build() -> Any:
+    def build() -> T:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1234)
             return make()
