@@ -6,7 +6,7 @@ follows the optimizer's update, so update number k (from 1) runs with the rate f
 
 import argparse
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +28,15 @@ def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         reason = "is not a torch.optim.Optimizer and has none in its attribute 'optimizer'"
         raise TypeError(f"{type(optimizer).__name__} {reason}")
     return inner
+
+
+def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> None:
+    """Write a learning rate into each group."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], torch.Tensor):  # compiled and captured steps hold that tensor
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def build_scheduler(type_name: str, params: Mapping[str, Any] | None, optimizer: Any) -> Any:
@@ -69,11 +78,7 @@ class LRSchedule:
 
     def _write(self, iteration: int) -> None:
         self._last_lr = self._rates(iteration)
-        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            if isinstance(group["lr"], torch.Tensor):  # compiled and captured steps hold that tensor
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+        set_rates(self.optimizer, self._last_lr)
 
     def _start(self) -> None:
         if self.last_batch_iteration == -1:

@@ -3,23 +3,27 @@
 import functools
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.load import restore
+from deepspeed.checkpoint.load.compare import same_ranks
 from deepspeed.checkpoint.load.reader import open_everywhere
 from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.save.client_files import copy_for_later, write_client_files
 from deepspeed.checkpoint.save.collect import States
 from deepspeed.checkpoint.save.content import content_of, restore_rng
 from deepspeed.checkpoint.save.writer import SaveOrder, Saver
+from deepspeed.client.lr_schedules import set_rates
 from deepspeed.comm.collectives import failures, gather_objects
 from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.checks import Checks
 from deepspeed.errors import CheckpointError, TagsDifferError, UsageError
 from deepspeed.monitor.log import log_dist, logger
+from deepspeed.tensor.layers import RandomStates
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.sync.failures import together
 
@@ -90,30 +94,25 @@ class Checkpoints:
         config = self._config.checkpoint
         self._checks.begin_collective()
         name, state = self._common_tag(tag), client_state or {}
-        gradients = self.runtime.gradients
         self.runtime.update.publish()
         self._engine._parts.hooks.take_edits()
-        shown = gradients.showing
-        gradients.withdraw()
-        gradients.land_all()
-        gradients.collect()
-        tokens = None if self._tokens is None else self._tokens.state(self.mesh.job)
-        content = content_of(
-            self.states(),
-            lambda: self.facts(state, name, tokens),
-            exclude_frozen=exclude_frozen_parameters,
-            allow_pickle=config.allow_pickle,
-        )
-        extra = None
-        if config.client_files and self.mesh.first:
-            level, whole = self._config.zero_stage, not self.runtime.plan.regular.param.sharded
-            kept, bf16 = copy_for_later(state), self._config.bf16.enabled
-            extra = functools.partial(write_client_files, client_state=kept, level=level, whole=whole, bf16=bf16)
-        order = SaveOrder(folder, name, save_latest, config.keep_last, config.rate_limit or 0, extra)
-        self.saver.save(order, content, background=config.in_background)
-        if shown:
-            gradients.show()
+        with self.runtime.gradients.withdrawn():
+            tokens = None if self._tokens is None else self._tokens.state(self.mesh.job)
+            content = content_of(
+                self.states(),
+                lambda: self.facts(state, name, tokens),
+                exclude_frozen=exclude_frozen_parameters,
+                allow_pickle=config.allow_pickle,
+            )
+            extra = self._client_files(state) if config.client_files and self.mesh.first else None
+            order = SaveOrder(folder, name, save_latest, config.keep_last, config.rate_limit or 0, extra)
+            self.saver.save(order, content, background=config.in_background)
         return True
+
+    def _client_files(self, state: dict[str, Any]) -> Callable[..., None]:
+        level, whole = self._config.zero_stage, not self.runtime.plan.regular.param.sharded
+        kept, bf16 = copy_for_later(state), self._config.bf16.enabled
+        return functools.partial(write_client_files, client_state=kept, level=level, whole=whole, bf16=bf16)
 
     def follow_data(self) -> None:
         """Take over edits of parameters that nobody reported: see ``optimizer.refresh_fp32_params``."""
@@ -225,6 +224,8 @@ class Checkpoints:
                 self._take_facts(loaded, optimizer=optimizer, scheduler=schedule)
                 if not load_module_only:
                     self._take_counters(loaded, window=optimizer)
+            if self.mesh.tp.size > 1 and optimizer and not same_ranks(loaded.facts, self.mesh):
+                RandomStates.agree(self.mesh.tp)  # those that were restored are of ranks that shared nothing
             self._checks.torn = ""
             return str(source.path), restore.client_state(loaded)
         finally:
@@ -248,6 +249,8 @@ class Checkpoints:
         state, schedule = facts.get("lr_scheduler"), self._engine.lr_scheduler
         if scheduler and schedule is not None and state is not None:
             schedule.load_state_dict(state)
+            if not optimizer and hasattr(schedule, "get_last_lr"):  # the groups keep their own rates, and should not
+                set_rates(self._engine.basic_optimizer, schedule.get_last_lr())
         elif scheduler and (schedule is not None or state is not None):
             why = "this engine has none" if schedule is None else "the checkpoint has no state of it; it begins anew"
             log_dist(f"load_checkpoint leaves out the learning-rate schedule; {why}", level=logging.WARNING)
@@ -258,15 +261,16 @@ class Checkpoints:
         rng = restore.of_rank(source, self.mesh.job.index, "rng") if config.restore_rng else None
         if rng is not None:
             restore_rng(rng)
-        world, world_size = facts.get("world") or {}, self.mesh.job.size
-        same = int(world.get("size", 0)) == world_size and int(world.get("data", world_size)) == self.mesh.data.size
-        position_of = self.mesh.job.index if same else 0  # the first rank's after a change of their number
+        position_of = self.mesh.job.index if same_ranks(facts, self.mesh) else 0
         data = restore.of_rank(source, position_of, "data") if config.restore_data else None
+        loader = self._engine.training_dataloader
+        takes = hasattr(loader, "load_state_dict")
         try:
-            if data is not None and hasattr(self._engine.training_dataloader, "load_state_dict"):
-                self._engine.training_dataloader.load_state_dict(data)
-            elif data is not None:
-                log_dist("load_checkpoint leaves out the data position; no loader here takes it", level=logging.WARNING)
+            if data is not None and takes:
+                loader.load_state_dict(data)
+            elif data is not None or takes and config.restore_data:
+                why = "the checkpoint has none; data begin anew" if takes else "no loader here takes it"
+                log_dist(f"load_checkpoint leaves out the data position; {why}", level=logging.WARNING)
         except CheckpointError as error:
             advice = "With checkpoint.restore_data false the rest is loaded without it."
             raise CheckpointError(f"{error} {advice}") from error

@@ -5,9 +5,10 @@ that the sum over ranks is the mean, and dropped. Reduction is linear, so it doe
 reduced: every local contribution is reduced exactly once (I4). What rests whole is shown in ``param.grad`` meanwhile.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -325,6 +326,19 @@ class Gradients:
                 _take(param, view)
             if unit.facts.after != 1.0 and unit.grad is not None:
                 unit.grad.div_(unit.facts.after)
+
+    @contextlib.contextmanager
+    def withdrawn(self) -> Iterator[None]:
+        """Hold whole and packed inside the context also those gradients that clients see, or have written."""
+        shown = self.showing
+        self.withdraw()
+        self.land_all()
+        self.collect()
+        try:
+            yield
+        finally:
+            if shown:
+                self.show()
 
     def collapse(self) -> list[Unit]:
         """Return the trained units for the step, each with a reduced gradient; missing gradients become zeros.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.load.reader import read_manifest
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.tools.verify.grads import full_gradients, full_parameters, scaled_error
 from deepspeed.tools.verify.models import HIDDEN, OUT_FEATURES, Case, Stack, case_named
 from deepspeed.tools.verify.reference import trainable
@@ -179,6 +180,8 @@ def same_method(folder: str) -> list[str]:
             for step in range(steps):
                 train_step(engine, case, step)
             found.append(outcome(lambda engine=engine: engine.load_checkpoint(folder)))
+            decoupled = kind is torch.optim.AdamW  # how it computes is its own, and does not come from the checkpoint
+            assert all(group["decoupled_weight_decay"] is decoupled for group in engine.basic_optimizer.param_groups)
             train_step(engine, case, 3)
             engine.destroy()
     return found
@@ -186,6 +189,55 @@ def same_method(folder: str) -> list[str]:
 
 def test_classes_of_one_method_take_each_others_state(pool1: RankPool, tmp_path: Path) -> None:
     assert pool1.run(same_method, str(tmp_path)) == [[""] * 4]
+
+
+def counted_in_numbers(folder: str, kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether a run goes on from a checkpoint whose updates are counted in plain numbers, as DeepSpeed's Adams do."""
+    case, engines = case_named("plain"), []
+    for _ in range(2):
+        model = case.build()
+        engines.append(start(model, make_config(1, optimizer=None), optimizer=kind(model.parameters(), lr=1e-2)))
+    first, second = engines
+    train_step(first, case, 0)
+    kept = {param: dict(state) for param, state in first.basic_optimizer.state.items()}
+    for state in first.basic_optimizer.state.values():
+        state["step"] = int(state["step"])
+    first.save_checkpoint(folder)
+    for param, state in kept.items():
+        first.basic_optimizer.state[param].update(state)
+    second.load_checkpoint(folder)
+    return [train_step(engine, case, step) for engine in engines for step in (1, 2)] and equal(
+        full_parameters(first.module), full_parameters(second.module)
+    )
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, FusedAdam])
+def test_updates_that_are_counted_in_plain_numbers_count_on(pool1: RankPool, tmp_path: Path, kind: Any) -> None:
+    assert pool1.run(counted_in_numbers, str(tmp_path), kind) == [True]
+
+
+def newcomer(folder: str) -> float:
+    """The first update of a parameter that the checkpoint lacks, in learning rates."""
+    config = make_config(1, optimizer={"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}})
+
+    def trained(model: nn.Module, steps: int) -> Any:
+        engine = start(model, config)
+        engine.load_checkpoint(folder, load_module_strict=False)
+        for _ in range(steps):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+        return engine
+
+    torch.manual_seed(0)
+    trained(nn.Sequential(nn.Linear(4, 4)), 20).save_checkpoint(folder)
+    wider = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    before = float(wider[1].bias[0])
+    trained(wider, 1).destroy()
+    return (before - float(wider[1].bias[0])) / 0.01
+
+
+def test_a_parameter_that_the_checkpoint_lacks_counts_its_own_updates(pool1: RankPool, tmp_path: Path) -> None:
+    assert pool1.run(newcomer, str(tmp_path)) == [pytest.approx(1.0, rel=1e-3)]
 
 
 def stepped_muon(folder: str) -> bool:

@@ -89,22 +89,68 @@ def test_a_refused_data_position_leaves_no_half_loaded_engine(pool2: RankPool, t
         assert steps == 2
 
 
-def left_out(folder: str, there: dict[str, Any] | None, here: dict[str, Any] | None) -> list[str]:
-    engine = engine_of(1, scheduler=there)
+def left_out(folder: str, there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    engine = engine_of(1, **there)
     train(engine, 1)
     engine.save_checkpoint(folder)
-    other = engine_of(1, scheduler=here)
+    other = engine_of(1, **here)
     with logged(logging.WARNING) as said:
         other.load_checkpoint(folder)
     return [text for text in said if "leaves out" in text]
 
 
+RATES, DATA = {"scheduler": SCHEDULE}, {"data": TensorDataset(torch.ones(8, IN_FEATURES))}
+
+
 @pytest.mark.parametrize(
-    ("there", "here", "word"), [(SCHEDULE, None, "has none"), (None, SCHEDULE, "anew"), (SCHEDULE, SCHEDULE, "")]
+    ("there", "here", "word"),
+    [
+        (RATES, {}, "has none"),
+        ({}, RATES, "schedule; the checkpoint has no state of it"),
+        (DATA, {}, "no loader here"),
+        ({}, DATA, "data position; the checkpoint has none"),
+        (RATES | DATA, RATES | DATA, ""),
+    ],
 )
-def test_a_schedule_on_one_side_only_is_said(pool1: RankPool, tmp_path: Path, there: Any, here: Any, word: str) -> None:
+def test_what_one_side_only_has_is_said(pool1: RankPool, tmp_path: Path, there: Any, here: Any, word: str) -> None:
     (said,) = pool1.run(left_out, str(tmp_path), there, here)
     assert [word in text for text in said] == ([True] if word else [])
+
+
+def rates_alone(folder: str, kind: str, options: dict[str, Any]) -> bool:
+    engine, other = (engine_of(1, scheduler={"type": kind, "params": options}) for _ in range(2))
+    train(engine, 3)
+    engine.save_checkpoint(folder)
+    other.load_checkpoint(folder, load_optimizer_states=False)
+    rates = [[], []]
+    for _ in range(3):
+        for seen, trained in zip(rates, (engine, other), strict=True):
+            seen.append(trained.get_lr())
+            train(trained, 1)
+    return rates[0] == rates[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("StepLR", {"step_size": 2}), ("WarmupLR", SCHEDULE["params"]), ("LinearLR", {})]
+)
+def test_a_schedule_goes_on_where_it_was_without_the_optimizers_state(
+    pool1: RankPool, tmp_path: Path, kind: str, options: Any
+) -> None:
+    assert pool1.run(rates_alone, str(tmp_path), kind, options) == [True]
+
+
+def gradient_after_a_failed_save(folder: str) -> tuple[float, float]:
+    engine = engine_of(0)
+    engine.backward(engine(torch.ones(4, IN_FEATURES)).square().mean())
+    shown = float(engine.module.inp.weight.grad.norm())
+    with pytest.raises(CheckpointError):
+        engine.save_checkpoint(folder, client_state={"x": object()})
+    return shown, float(engine.module.inp.weight.grad.norm())
+
+
+def test_gradients_are_where_they_were_after_a_save_that_failed(pool1: RankPool, tmp_path: Path) -> None:
+    ((before, after),) = pool1.run(gradient_after_a_failed_save, str(tmp_path))
+    assert before == after > 0
 
 
 def first_window(folder: str) -> tuple[int, int]:

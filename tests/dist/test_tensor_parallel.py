@@ -347,6 +347,28 @@ def test_dropout_is_the_same_on_what_is_whole_and_survives_recomputation(pool4: 
     assert once[0][0] == once[1][0] != once[2][0] == once[3][0]  # by data-parallel rank
 
 
+def random_states(ways: int, folder: str, *, load: bool) -> int:
+    """A checksum of the state of torch's generator, of a rank that had a seed of its own."""
+    model = GPT2(dropout=0.4)
+    torch.manual_seed(100 + dist.get_rank())
+    engine = start(model, config(1, ways))
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        engine.save_checkpoint(folder)
+    found = int(torch.get_rng_state().long().sum()), float(torch.rand(()))
+    engine.destroy()
+    return hash(found)
+
+
+def test_dropout_is_the_same_on_what_is_whole_after_a_load_of_other_ranks(
+    pool2: RankPool, pool4: RankPool, tmp_path: Path
+) -> None:
+    assert len(set(pool2.run(random_states, 1, str(tmp_path), load=False))) == 2
+    a, b, c, d = pool4.run(random_states, 2, str(tmp_path), load=True)
+    assert a == b and c == d
+
+
 def _draws() -> list[list[float]]:
     torch.manual_seed(3)
     shared = SharedInput(plain_mesh("gloo").job, random=True)

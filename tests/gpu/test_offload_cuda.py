@@ -507,3 +507,29 @@ def test_a_destroyed_engine_leaves_nothing_on_the_device(name: str, tmp_path: Pa
     del engine, model
     synchronize()
     assert get_accelerator().memory_allocated() - before <= MIB // 4
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_resumed_run_counts_updates_where_its_kernel_reads_them(ours: bool, tmp_path: Path) -> None:  # noqa: FBT001
+    def begin() -> Any:
+        model, settings = Stack(), config(2, "fp32", {})
+        if ours:
+            return start(settings, model)
+        del settings["optimizer"]
+        torch.manual_seed(0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+
+    def places_of_counts(engine: Any) -> set[str]:
+        return {str(state["step"].device) for state in engine.basic_optimizer.state.values()}
+
+    first = begin()
+    train(first, steps=1)
+    first.save_checkpoint(str(tmp_path))
+    expected, counted = train(first, first=1, steps=1), places_of_counts(first)
+    first.destroy()
+    second = begin()
+    second.load_checkpoint(str(tmp_path))
+    assert places_of_counts(second) == counted
+    assert train(second, first=1, steps=1) == expected
+    second.destroy()

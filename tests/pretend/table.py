@@ -35,7 +35,12 @@ PLANTED: dict[str, str] = {
 }
 _FILE = "tests/gpu/test_offload_cuda.py"
 GPU_FILES: dict[str, list[str]] = {
-    "quick": ["tests/gpu/test_device.py", _FILE, "-k", "test_device or destroyed or (rest_where and both and bf16)"],
+    "quick": [
+        "tests/gpu/test_device.py",
+        _FILE,
+        "-k",
+        "test_device or destroyed or resumed or (rest_where and both and bf16)",
+    ],
     "steps": ["tests/gpu/test_steps_cuda.py"],
     "offload numbers": [_FILE, "-k", "follows or kernels or travel or accumulates or ahead or columns"],
     "late updates": [_FILE, "-k", "who_looks"],

@@ -160,7 +160,7 @@ UNSEEN: dict[str, str] = {
         "optimizer.state itself would be too early"
     ),
     "zero.update.staged:_measure: get_accelerator().synchronize()": "not reached: measures before there are states",
-    "zero.update.staged:_measure: get_accelerator().synchronize() (2)": "as the first",
+    "zero.update.staged:_measure: get_accelerator().synchronize() (2)": "not reached: as the first",
     "zero.update.speculative:_result: self.turn.wait()": (
         "the thread, which asks itself, has taken it; tests/dist/test_offload_early.py, whose steps come too early"
     ),
@@ -188,8 +188,8 @@ UNSEEN: dict[str, str] = {
     "zero.update.selective.policy:publish: self.wait_together()": _DOOR,
     "tier.behind:_until_ended: self._ended.wait()": "not reached: in its place the program waits for a stream",
     "zero.gradients:_rest: store.get(target.memory).wait()": (
-        "ordered already: what comes to a device has arrived, or comes by the stream; on the CPU drives are read "
-        "behind; test_offload_parity.py::test_every_way_on_one_rank[wide_accumulation-bf16]"
+        "not reached: gradients that come back from a drive; what comes to a device comes by its stream, and on the "
+        "CPU test_offload_parity.py::test_every_way_on_one_rank[wide_accumulation-bf16] sees it"
     ),
     "zero.gradients:_land: written.wait()": (
         "not reached: gradients go to a drive only where host memory is short; such a write waits for its copy itself"

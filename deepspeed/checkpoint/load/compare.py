@@ -79,10 +79,16 @@ def in_no_model(extra: Sequence[Sequence[_Named]]) -> list[_Named]:
     return [name for name in extra[0] if all(name in names for names in peers)]
 
 
+def same_ranks(facts: Mapping[str, Any], mesh: Mesh) -> bool:
+    """Return whether as many ranks saved as load now, along the same axes: each then has what it saved itself."""
+    world, size = facts.get("world") or {}, mesh.job.size
+    axes = (("size", 0, size), ("data", size, mesh.data.size), ("pp", 1, mesh.pp.size), ("tp", 1, mesh.tp.size))
+    return all(int(world.get(name) or default) == now for name, default, now in axes)
+
+
 def buffer_state(facts: Mapping[str, Any], mesh: Mesh) -> str:
-    """Return the preferred state of this rank's buffers: its own, which may differ, if as many ranks saved."""
-    same = int((facts.get("world") or {}).get("size") or 0) == mesh.job.size
-    return f"buffer@{mesh.job.index}" if same else "buffer"
+    """Return the preferred state of this rank's buffers: its own, which may differ, if the same ranks saved."""
+    return f"buffer@{mesh.job.index}" if same_ranks(facts, mesh) else "buffer"
 
 
 def compare(states: States, source: Source, *, module: bool, optimizer: bool) -> Comparison:

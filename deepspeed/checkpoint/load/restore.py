@@ -15,6 +15,7 @@ from deepspeed.checkpoint.save.collect import States
 from deepspeed.checkpoint.save.writer import progress
 from deepspeed.errors import CheckpointError
 from deepspeed.monitor.log import logger
+from deepspeed.optim.base import GroupStep
 from deepspeed.zero.gradients import Gradients
 from deepspeed.zero.layout import Granularity
 from deepspeed.zero.module.state import persistent_buffers
@@ -25,6 +26,8 @@ from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.sync.failures import together
 from deepspeed.zero.unit import Unit
 
+# Options of a group that say how this optimizer computes; a checkpoint may come from one that computes otherwise.
+_OWN_OPTIONS = ("params", "fused", "foreach", "capturable", "differentiable", "decoupled_weight_decay")
 _ZENFLOW = "zenflow_"  # what the names of ZenFlow's slots begin with in every checkpoint
 _CUT_ANEW = (
     "belongs to the layout it was saved under (ranks, sharding, buckets, parts of parameters) and cannot be cut anew; "
@@ -162,7 +165,7 @@ def _fill_optimizer(states: States, source: Source, match: Comparison, report: C
         return
     groups = source.facts["optimizer"].get("groups", [])
     for group, values in zip(optimizer.param_groups, groups, strict=True):
-        group.update({k: v for k, v in values["options"].items() if k != "params"})
+        group.update({k: v for k, v in values["options"].items() if k not in _OWN_OPTIONS or k not in group})
     for view in states.views:
         tensors = {k for k, v in states.state_of(view).items() if isinstance(v, torch.Tensor) and v.dim()}
         fresh, (scalars, view.missed) = _fillings(view, source, match), _scalars_of(view, match)
@@ -172,7 +175,7 @@ def _fill_optimizer(states: States, source: Source, match: Comparison, report: C
             continue
         with torch.no_grad(), states.update.attached(view, write=True):
             state = optimizer.state.get(view.param, {})
-            _fill_view(view, state, fresh, source, scalars)
+            _fill_view(view, state, fresh, source, {k: _placed(k, v, optimizer, view) for k, v in scalars.items()})
             optimizer.state[view.param] = state
         report(sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor)))
     # What the optimizer keeps besides tensors and numbers.
@@ -226,11 +229,11 @@ def _elementwise(view: OptimView, slot: str, keys: Mapping[str, Key], source: So
 
 def _scalars_of(view: OptimView, match: Comparison) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the numbers of a view, and by name how many updates fewer than the most parameters have counted."""
-    # A parameter without any is one that the checkpoint does not have (which strict loading refuses).
-    by_name = {s.name: numbers for s in segments_of(view) if (numbers := match.scalars.get(s.name))} or {"": {}}
+    # A parameter without any has not been updated: it was frozen, or the checkpoint lacks it (refused where strict).
+    by_name = {s.name: match.scalars.get(s.name, {}) for s in segments_of(view)} or {"": {}}
     counts = {name: numbers.get("step", 0) for name, numbers in by_name.items()}
-    names, most = [*by_name], max(counts, key=lambda name: float(counts[name]))
-    packed = [{k: collect.pack_scalar(v) for k, v in one.items() if k != "step"} for one in by_name.values()]
+    names, most = [name for name in by_name if by_name[name]], max(counts, key=lambda name: float(counts[name]))
+    packed = [{k: collect.pack_scalar(v) for k, v in by_name[name].items() if k != "step"} for name in names]
     differing = sorted({k for one in packed for k in one if any(other.get(k) != one[k] for other in packed)})
     if differing:
         raise CheckpointError(
@@ -241,6 +244,19 @@ def _scalars_of(view: OptimView, match: Comparison) -> tuple[dict[str, Any], dic
     return {k: copied(v) for k, v in by_name[most].items()}, {name: n for name, n in missed.items() if n}
 
 
+def _placed(name: str, value: Any, optimizer: torch.optim.Optimizer, view: OptimView) -> Any:
+    """Return a number of a view as torch's ``load_state_dict`` leaves it: on the parameter's device, but for a count of
+    updates that no kernel there reads. DeepSpeed's Adams count in plain numbers, torch's and this package's in tensors.
+    """
+    in_tensors = isinstance(optimizer, GroupStep) or hasattr(optimizer, "_init_group")
+    if name == "step" and in_tensors and isinstance(value, (int, float)):
+        value = torch.tensor(float(value))
+    group = optimizer.param_groups[view.group]
+    if not isinstance(value, torch.Tensor) or name == "step" and not (group.get("fused") or group.get("capturable")):
+        return value
+    return value.to(view.param.device)
+
+
 def _fill_view(
     view: OptimView, state: dict[str, Any], fresh: dict[str, _Filling], source: Source, scalars: dict[str, Any]
 ) -> None:
@@ -248,8 +264,8 @@ def _fill_view(
     for slot, (shape, dtype, pieces) in fresh.items():
         old = state.get(slot)
         if not isinstance(old, torch.Tensor) or old.shape != shape or old.dtype != dtype:
-            state[slot] = torch.zeros(shape, dtype=dtype, device=view.param.device)
-        flat = state[slot].detach().view(-1)
+            state[slot] = torch.empty(shape, dtype=dtype, device=view.param.device)
+        flat = state[slot].detach().zero_().view(-1)  # of a parameter that the checkpoint lacks, too
         wishes += [Wish(key, flat[lo:hi], start, region) for lo, hi, key, start, region in pieces]
     fill(source, wishes)
     for name, value in scalars.items():
