@@ -125,6 +125,9 @@ class AdamBase(GroupStep, torch.optim.Adam):
         passed = ("foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "maximize")
         settings = {name: group[name] for name in (*passed, "lr", "weight_decay", "eps")}
         settings |= {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        # torch's fused kernels take tensors as they lie in memory: on the CPU without a look at their strides
+        alike = all(t.stride() == p.stride() for p, grad, state in rows for t in (grad, *self._moments(state)))
+        settings["fused"] = group["fused"] and alike
         torch_adam(params, grads, firsts, seconds, [], steps, amsgrad=False, beta1=beta1, beta2=beta2, **settings)
 
 

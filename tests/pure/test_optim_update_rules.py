@@ -103,6 +103,26 @@ def test_adam_uses_the_fused_kernel_only_where_it_exists():
     run(other, complex_param, [torch.ones(2, dtype=torch.complex64)])
 
 
+def across(tensor):
+    """The same values, in memory column by column."""
+    return tensor.T.contiguous().T
+
+
+@for_each("cls", [FusedAdam, DeepSpeedCPUAdam])
+def test_adam_takes_gradients_and_moments_of_any_strides(cls):
+    start, grads = make(dtype=torch.float32)
+    wanted = trained(cls, start, grads, lr=0.1)
+    torch.testing.assert_close(trained(cls, start, [across(grad) for grad in grads], lr=0.1), wanted)
+    torch.testing.assert_close(trained(cls, across(start), grads, lr=0.1), wanted)
+    param = torch.nn.Parameter(start.clone())
+    first, second = cls([param], lr=0.1), cls([param], lr=0.1)
+    run(first, param, grads[:2])
+    saved = first.state_dict()
+    saved["state"][0] = {key: across(value) if value.dim() else value for key, value in saved["state"][0].items()}
+    second.load_state_dict(saved)
+    torch.testing.assert_close(run(second, param, grads[2:]), wanted)
+
+
 def test_adam_empty_shard_and_missing_gradient():
     empty, idle, live = (torch.nn.Parameter(torch.zeros(n)) for n in (0, 3, 3))
     opt = FusedAdam([empty, idle, live])
