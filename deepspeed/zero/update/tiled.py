@@ -399,4 +399,8 @@ class TiledUpdate(UpdatePolicy):
         """Bring slots that the optimizer has made, or loaded, to the drive."""
         self.forget_ahead()
         for tile in self._tiles.values():
+            state = tile.view.kept_by(self.optimizer)
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):  # torch loads the caller's own tensors, which keep their values
+                    state[key] = value.detach() if value.dim() else value.clone()
             tile.make_slots()
