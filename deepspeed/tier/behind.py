@@ -101,8 +101,8 @@ class Worker:
     def hand_over(self, call: Callable[[], Transfer], *, place: int = 0, after: Transfer = ARRIVED) -> Turn:
         """Queue ``call``, whose transfer ``stream`` waits for, and return its turn: see [Note: behind]."""
         turn = Turn(self, call, place, after)
-        self._last = turn
         self._pass(turn)
+        self._last = turn
         return turn
 
     def _pass(self, turn: Turn) -> None:
@@ -169,8 +169,15 @@ class _Waiting:
 
 def next_of(turns: Sequence[Turn]) -> Turn:
     """Return the ready turn with the lowest ``place``; if none is ready that with the highest, whose data come next."""
-    ready = [turn for turn in turns if turn.after.done()]
+    ready = [turn for turn in turns if _ready(turn)]
     return min(ready, key=lambda turn: turn.place) if ready else max(turns, key=lambda turn: turn.place)
+
+
+def _ready(turn: Turn) -> bool:
+    try:
+        return turn.after.done()
+    except Exception:  # of a device that has failed: the call meets it, too, and the program hears of that
+        return True
 
 
 def _take_turns(turns: _Waiting, device: int | None) -> None:
