@@ -75,12 +75,12 @@ class GroupStep(torch.optim.Optimizer):
             first = "model_params" if cls.host_only else "params"
             cls.__init__ = constructor(first, cls.keywords, cls._build, unused=cls.unused)  # type: ignore[method-assign]
 
-    def _look(self) -> Any:
+    def _settled(self) -> Group:
         if self.before_looking is not None:
             self.before_looking()
-        return vars(self)["state"]
+        return vars(self)
 
-    state: Any = property(_look, lambda self, value: vars(self).__setitem__("state", value))
+    state: Any = property(lambda self: self._settled()["state"], lambda self, new: self._settled().update(state=new))
 
     def _build(self, params: Any, settings: Group) -> None:
         name = type(self).__name__
