@@ -127,6 +127,12 @@ class GroupStep(torch.optim.Optimizer):
         """Add a group without torch's guard against tracing, which imports a compiler: 90 MiB and seconds of a rank."""
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
+    def __setstate__(self, state: Group) -> None:
+        """Restore from a pickle or a state dict; settings that its groups (torch's, say) lack stay as they are."""
+        for group, before in zip(state["param_groups"], vars(self).get("param_groups", ()), strict=False):
+            group.update(before | group)
+        super().__setstate__(state)
+
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
         """Drop the gradients, or zero them where ``set_grad_none=False`` was given."""
         super().zero_grad(set_to_none=set_to_none and self.defaults.get("set_grad_none", True))

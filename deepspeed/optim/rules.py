@@ -72,12 +72,6 @@ class AdamBase(GroupStep, torch.optim.Adam):
         if not torch_way and can_fuse(group["params"]):
             group["fused"], group["foreach"] = True, None  # not False: torch would refuse fused
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore from a pickle or a state dict, also one that torch's own Adam wrote."""
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("bias_correction", True)
-
     def _on_cuda(self, columns: list[Tensors], states: list[Group], group: Group) -> bool:
         params, _, firsts, seconds = columns
         steps = [state["step"] for state in states]

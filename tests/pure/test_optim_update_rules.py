@@ -323,6 +323,19 @@ def test_adam_loads_what_torchs_adam_saved():
     assert ours.param_groups[0]["lr"] == 0.25 and float(ours.state[param]["step"]) == 2
 
 
+@for_each("cls", [FusedAdam, DeepSpeedCPUAdam])
+def test_adamw_stays_adamw_where_a_state_dict_does_not_say_how_weights_decay(cls):
+    start, grads = make(dtype=torch.float32)
+    params = [torch.nn.Parameter(start.clone()) for _ in range(2)]
+    ours, theirs = cls(params[:1], lr=0.1, weight_decay=0.5), torch.optim.AdamW(params[1:], lr=0.1, weight_decay=0.5)
+    run(theirs, params[1], grads[:2])
+    saved = copy.deepcopy(theirs.state_dict())
+    del saved["param_groups"][0]["decoupled_weight_decay"]  # as torch before 2.7, and DeepSpeed, write it
+    ours.load_state_dict(saved)
+    params[0].data.copy_(params[1].data)
+    torch.testing.assert_close(run(ours, params[0], grads[2:]), run(theirs, params[1], grads[2:]))
+
+
 @for_each("cls", [FusedAdam, FusedLion, FusedLamb, DeepSpeedCPUAdagrad])
 def test_closure_and_step_hooks_run_once(cls):
     param = torch.nn.Parameter(torch.ones(2))
