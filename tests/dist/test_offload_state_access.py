@@ -287,8 +287,8 @@ def plan_against_reality(folder: str, way: str, precision: str) -> list[str]:
     on_drives = engine.memory_plan().drive
     if not on_drives <= held <= on_drives + regions * 2 * PAGE:
         bad.append(f"the drives hold {held}, planned {on_drives}")
-    buffers = 20 * 5 * PAGE  # a page or so for each part of each buffer
-    if sum(peak.values()) > planned["staging buffers"].host + buffers:
+    pages = 2 * PAGE * sum(d.staging._count for d in engine._parts.tiers.drives)  # where buffers begin and end
+    if sum(peak.values()) > planned["staging buffers"].host + pages:
         bad.append(f"staging held {sum(peak.values())}, planned {planned['staging buffers'].host}")
     engine.destroy()
     return bad

@@ -64,7 +64,7 @@ class Tiers:
     def optim_drive(self) -> Drive:
         """Return the drive behind ``offload_optimizer``, opened on the first call."""
         plan = self.plan
-        return self._open("optimizer", plan.optim_folder, plan.optim_buffers, 1 << 30, pin=plan.pin_optim)
+        return self._open("optimizer", plan.optim_folder, plan.optim_buffers, plan.tile_numel * 4, pin=plan.pin_optim)
 
     def _param_drive(self, width: int) -> Drive:
         plan, piece = self.plan, self.plan.param_piece_numel * width
