@@ -133,6 +133,16 @@ class GroupStep(torch.optim.Optimizer):
             group.update(before | group)
         super().__setstate__(state)
 
+    def load_state_dict(self, state_dict: Group) -> None:
+        """Load as torch does, but moments in fp32 where a group says ``fp32_states``: torch rounds them."""
+        super().load_state_dict(state_dict)
+        for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for param, number in zip(ours["params"], theirs["params"], strict=True):
+                if param.itemsize == 2 and ours.get("fp32_states"):
+                    saved = state_dict["state"].get(number, {})
+                    for key in saved.keys() & set(self.slots) - {"step"}:
+                        self.state[param][key] = saved[key].to(param.device, torch.float32)
+
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
         """Drop the gradients, or zero them where ``set_grad_none=False`` was given."""
         super().zero_grad(set_to_none=set_to_none and self.defaults.get("set_grad_none", True))

@@ -313,6 +313,17 @@ def test_state_dict_and_pickle_continue_exactly(cls):
     assert copy.deepcopy(second).param_groups[0]["lr"] == 0.1
 
 
+@for_each("cls", [DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion])
+def test_wide_moments_of_16_bit_parameters_are_loaded_as_they_were_saved(cls):
+    start, grads = make(dtype=torch.bfloat16)
+    param = torch.nn.Parameter(start.clone())
+    first, second = cls([param], lr=0.1), cls([param], lr=0.1)
+    run(first, param, grads[:2])
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert not any(value.dtype is torch.bfloat16 for value in second.state[param].values())
+    assert torch.equal(run(second, param, grads[2:]), trained(cls, start, grads, lr=0.1))
+
+
 def test_adam_loads_what_torchs_adam_saved():
     param = torch.nn.Parameter(torch.ones(2))
     theirs = torch.optim.AdamW([param], lr=0.25)
