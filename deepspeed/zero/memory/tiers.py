@@ -30,9 +30,8 @@ class Tiers:
         """Return a place for a state on ``tier``; None: the device. ``max_in_cpu`` parameters stay in host memory."""
         if tier is Tier.NVME:
             if kind is StateKind.GRAD:
-                if self._grad_staging is None:
-                    few = InFlight.GRADIENT_BUFFERS
-                    self._grad_staging = Staging(few, arena=self.arena, pin=self.plan.pin_optim)
+                few = InFlight.GRADIENT_BUFFERS
+                self._grad_staging = self._grad_staging or Staging(few, arena=self.arena, pin=self.plan.pin_optim)
                 return Stored(self.optim_drive(), numel, dtype, staging=self._grad_staging)
             if kind is StateKind.OPTIM:
                 return Stored(self.optim_drive(), numel, dtype)

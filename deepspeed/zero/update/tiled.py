@@ -311,7 +311,7 @@ class TiledUpdate(UpdatePolicy):
             for tile in ahead:
                 tile.refresh()
             while waiting or ahead:
-                while waiting and (not ahead or self._staging.room):
+                while waiting and (not ahead or self._staging.has_room()):
                     waiting[0].read(gradient=True)
                     ahead.append(waiting.popleft())
                 tile = ahead.popleft()
