@@ -75,12 +75,12 @@ class GroupStep(torch.optim.Optimizer):
             first = "model_params" if cls.host_only else "params"
             cls.__init__ = constructor(first, cls.keywords, cls._build, unused=cls.unused)  # type: ignore[method-assign]
 
-    def _look(self) -> Any:
+    def _settled(self) -> Group:
         if self.before_looking is not None:
             self.before_looking()
-        return vars(self)["state"]
+        return vars(self)
 
-    state: Any = property(_look, lambda self, value: vars(self).__setitem__("state", value))
+    state: Any = property(lambda self: self._settled()["state"], lambda self, new: self._settled().update(state=new))
 
     def _build(self, params: Any, settings: Group) -> None:
         name = type(self).__name__
@@ -126,6 +126,22 @@ class GroupStep(torch.optim.Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add a group without torch's guard against tracing, which imports a compiler: 90 MiB and seconds of a rank."""
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
+
+    def __setstate__(self, state: Group) -> None:
+        """Restore from a pickle or a state dict; settings that its groups (torch's, say) lack stay as they are."""
+        for group, before in zip(state["param_groups"], vars(self).get("param_groups", ()), strict=False):
+            group.update(before | group)
+        super().__setstate__(state)
+
+    def load_state_dict(self, state_dict: Group) -> None:
+        """Load as torch does, but moments in fp32 where a group says ``fp32_states``: torch rounds them."""
+        super().load_state_dict(state_dict)
+        for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for param, number in zip(ours["params"], theirs["params"], strict=True):
+                if param.itemsize == 2 and ours.get("fp32_states"):
+                    saved = state_dict["state"].get(number, {})
+                    for key in saved.keys() & set(self.slots) - {"step"}:
+                        self.state[param][key] = saved[key].to(param.device, torch.float32)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
         """Drop the gradients, or zero them where ``set_grad_none=False`` was given."""

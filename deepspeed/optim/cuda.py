@@ -146,21 +146,16 @@ def _submit(
     return on_device["ratios"]
 
 
-def _check_row(row: "_Row") -> None:
-    """Raise ValueError for tensors of one parameter that no kernel takes together."""
-    param, *operands = row
-    tensors = [param, *(tensor for tensor in operands if tensor is not None)]
-    moments = [moment for moment in operands[1:3] if moment is not None]
-    host.check("CUDA", tensors, moments, on_cuda)
-    if not _compiled(param, operands[0], *moments):
-        takes = "moments (and of 16-bit parameters gradients) in fp32 or the parameter's dtype"
-        fault = f"{operands[0].dtype} and {moments[0].dtype} beside {param.dtype}"
-        raise ValueError(f"a CUDA kernel takes {takes}, not {fault}")
-
-
 def _check(rows: list[_Row], steps: Tensors, found_inf: torch.Tensor | None) -> None:
-    for row in rows:
-        _check_row(row)
+    """Raise ValueError for tensors that no kernel takes together."""
+    for param, *operands in rows:
+        tensors = [param, *(tensor for tensor in operands if tensor is not None)]
+        moments = [moment for moment in operands[1:3] if moment is not None]
+        host.check("CUDA", tensors, moments, on_cuda)
+        if not _compiled(param, operands[0], *moments):
+            takes = "moments (and of 16-bit parameters gradients) in fp32 or the parameter's dtype"
+            fault = f"{operands[0].dtype} and {moments[0].dtype} beside {param.dtype}"
+            raise ValueError(f"a CUDA kernel takes {takes}, not {fault}")
     for step, (param, *_) in zip(steps, rows, strict=True) if steps else ():
         if step.dtype is not torch.float32 or step.numel() != 1 or step.device != param.device:
             raise ValueError("step is an int, or fp32 tensors of one element on the parameters' device, one each")

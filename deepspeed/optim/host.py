@@ -62,18 +62,14 @@ def fits(tensor: torch.Tensor) -> bool:
 
 def usable(op: OpSpec, *tensors: torch.Tensor) -> bool:
     """Return whether the kernel of ``op`` exists and fits: contiguous host tensors of fp32, bf16 or fp16."""
-    for tensor in tensors:
-        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype not in CODES:
-            return False
-    return _kernel(op, beside=False) is not None
+    return all(t.device.type == "cpu" and fits(t) for t in tensors) and _kernel(op, beside=False) is not None
 
 
 def check(place: str, tensors: Tensors, moments: Tensors, on: Callable[[torch.Tensor], bool]) -> None:
     """Raise ValueError unless a kernel can take ``tensors``, of one size and ``on`` one device, and ``moments``."""
     count, device, right = tensors[0].numel(), tensors[0].device, on(tensors[0])
     for tensor in tensors:
-        supported = tensor.is_contiguous() and tensor.dtype in CODES
-        if tensor.numel() != count or not supported or not right or tensor.device != device:
+        if tensor.numel() != count or not fits(tensor) or not right or tensor.device != device:
             takes = f"contiguous tensors of {count} elements in fp32, bf16 or fp16 on one {place} device"
             fault = f"{tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}, on {tensor.device}"
             raise ValueError(f"a {place} kernel takes {takes}, not {fault}")

@@ -72,12 +72,6 @@ class AdamBase(GroupStep, torch.optim.Adam):
         if not torch_way and can_fuse(group["params"]):
             group["fused"], group["foreach"] = True, None  # not False: torch would refuse fused
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore from a pickle or a state dict, also one that torch's own Adam wrote."""
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("bias_correction", True)
-
     def _on_cuda(self, columns: list[Tensors], states: list[Group], group: Group) -> bool:
         params, _, firsts, seconds = columns
         steps = [state["step"] for state in states]
@@ -125,6 +119,9 @@ class AdamBase(GroupStep, torch.optim.Adam):
         passed = ("foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "maximize")
         settings = {name: group[name] for name in (*passed, "lr", "weight_decay", "eps")}
         settings |= {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        # torch's fused kernels take tensors as they lie in memory: on the CPU without a look at their strides
+        alike = all(t.stride() == p.stride() for p, grad, state in rows for t in (grad, *self._moments(state)))
+        settings["fused"] = group["fused"] and alike
         torch_adam(params, grads, firsts, seconds, [], steps, amsgrad=False, beta1=beta1, beta2=beta2, **settings)
 
 

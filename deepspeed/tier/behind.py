@@ -7,6 +7,7 @@ next forward needs it first. Gradients come in the other order, beside a backwar
 """
 
 import contextlib
+import functools
 import os
 import threading
 import weakref
@@ -82,18 +83,16 @@ class Worker:
         self.device = device
         self.failure: BaseException | None = None
         self._turns = _Waiting()
-        self._stream: Any = None
         self._ident: int | None = None
         self._close: Callable[[], object] = lambda: None
         self._last: Turn | None = None
         self.announced = False  # the other ranks have heard of a failure
         self.serves = False  # a failure keeps nobody from what other ranks wait for
 
-    @property
+    @functools.cached_property
     def stream(self) -> Any:
         """Return the stream on which the calls launch their work."""
-        self._stream = self._stream or get_accelerator().urgent_stream()
-        return self._stream
+        return get_accelerator().urgent_stream()
 
     def inside(self) -> bool:
         return threading.get_ident() == self._ident
@@ -101,8 +100,8 @@ class Worker:
     def hand_over(self, call: Callable[[], Transfer], *, place: int = 0, after: Transfer = ARRIVED) -> Turn:
         """Queue ``call``, whose transfer ``stream`` waits for, and return its turn: see [Note: behind]."""
         turn = Turn(self, call, place, after)
-        self._last = turn
         self._pass(turn)
+        self._last = turn
         return turn
 
     def _pass(self, turn: Turn) -> None:
@@ -142,35 +141,37 @@ class _Waiting:
     """Queue of the turns that wait to be taken."""
 
     def __init__(self) -> None:
-        self._waiting: list[Turn] = []
-        self._ends = False
+        self._waiting: list[Turn | None] = []
         self._changed = threading.Condition()
 
-    def put(self, turn: Turn) -> None:
+    def put(self, turn: Turn | None) -> None:
+        """Add a turn; None says that no others will come."""
         with self._changed:
             self._waiting.append(turn)
-            self._changed.notify()
-
-    def end(self) -> None:
-        """End the queue: no other turns will come."""
-        with self._changed:
-            self._ends = True
             self._changed.notify()
 
     def take(self) -> Turn | None:
         """Wait for the next turn and return it; None when all have been taken and the end has come."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._ends)
-            if self._waiting:
-                self._waiting.remove(turn := next_of(self._waiting))
+            self._changed.wait_for(lambda: self._waiting)
+            turns = [turn for turn in self._waiting if turn is not None]
+            if turns:
+                self._waiting.remove(turn := next_of(turns))
                 return turn
         return None
 
 
 def next_of(turns: Sequence[Turn]) -> Turn:
     """Return the ready turn with the lowest ``place``; if none is ready that with the highest, whose data come next."""
-    ready = [turn for turn in turns if turn.after.done()]
+    ready = [turn for turn in turns if _ready(turn)]
     return min(ready, key=lambda turn: turn.place) if ready else max(turns, key=lambda turn: turn.place)
+
+
+def _ready(turn: Turn) -> bool:
+    try:
+        return turn.after.done()
+    except Exception:  # of a device that has failed: the call meets it, too, and the program hears of that
+        return True
 
 
 def _take_turns(turns: _Waiting, device: int | None) -> None:
@@ -182,6 +183,6 @@ def _take_turns(turns: _Waiting, device: int | None) -> None:
 
 
 def _end(turns: _Waiting, thread: Thread) -> None:
-    turns.end()
+    turns.put(None)
     if thread is not threading.current_thread():  # at the end of the process its memory must not go under a kernel
         thread.join()

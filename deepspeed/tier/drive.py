@@ -221,7 +221,7 @@ class Stored(TierStore):
         self._wait_for_writes(start, end)
         waiting = deque(p for p in self._pieces(start, end) if not self._ahead or p[0] >= self._ahead[-1].hi)
         while self._ahead or waiting:
-            while waiting and (not self._ahead or self.staging.room):
+            while waiting and (not self._ahead or self.staging.has_room()):
                 self._start(*waiting.popleft())
             piece, copied = self._ahead.popleft(), None
             beside = out.device.type != "cpu" and piece.inside.is_pinned()  # the program need not wait for the copy
@@ -236,7 +236,7 @@ class Stored(TierStore):
         if not self._ahead and all(transfer.done() for transfer, _, _ in self._writes):
             self.settle()
             for lo, hi in self._pieces(0, self.numel):
-                if not self.staging.room:
+                if not self.staging.has_room():
                     break
                 self._start(lo, hi)
         return bool(self._ahead)

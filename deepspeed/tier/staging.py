@@ -21,12 +21,7 @@ class Staging:
         self._busy: deque[tuple[torch.Tensor, Transfer]] = deque()
         self._out, self._lock = 0, RLock()
 
-    @property
-    def room(self) -> bool:
-        """Return whether a buffer could be taken without waiting for anything and without exceeding the count."""
-        return self.has_room(1)
-
-    def has_room(self, buffers: int) -> bool:
+    def has_room(self, buffers: int = 1) -> bool:
         """Return whether so many ``buffers`` could be taken without waiting and without exceeding the count."""
         with self._lock:
             self._reap()
@@ -44,7 +39,7 @@ class Staging:
             else:
                 while self._free and self._total() >= self._count:
                     self._free.pop()  # what is too small for this one gives its place to it
-                chosen = self._make(nbytes)
+                chosen = self._arena.empty(-(-max(nbytes, 1) // ALIGN) * ALIGN, pin=self._pin)
             self._out += 1
             return chosen
 
@@ -90,6 +85,3 @@ class Staging:
         finally:
             if self._total() < self._count:
                 self._free.append(buffer)
-
-    def _make(self, nbytes: int) -> torch.Tensor:
-        return self._arena.empty(-(-max(nbytes, 1) // ALIGN) * ALIGN, pin=self._pin)

@@ -10,6 +10,7 @@ import io
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -188,12 +189,19 @@ def _slots(states: Iterable[dict[str, Tensor]]) -> Tensor:
     return _flat(state["exp_avg"] for state in states)
 
 
+def _begun_again(engine: Any) -> Tensor:
+    engine.basic_optimizer.state = defaultdict(dict)
+    train_step(engine, CASES["wide"](), 2)
+    return _flat(engine.optimizer.state_dict()["fp32_flat"])
+
+
 DOORS: dict[str, Callable[[Any], Tensor]] = {
     "safe_get_full": lambda e: safe_get_full_fp32_param(_first(e)),
     "safe_get_local": lambda e: safe_get_local_fp32_param(_first(e)).clone(),
     "a slot": lambda e: safe_get_full_optimizer_state(_first(e), "exp_avg"),
     "state": lambda e: _slots(e.optimizer.state.values()),
     "the client's own optimizer": lambda e: _slots(e.basic_optimizer.state.values()),
+    "new state": _begun_again,
     "its state_dict": lambda e: _slots(e.basic_optimizer.state_dict()["state"].values()),
     "param_groups": lambda e: _flat([p for g in e.optimizer.param_groups for p in g["params"]]),
     "one of param_groups": lambda e: e.optimizer.param_groups[0]["params"][0].detach().clone(),

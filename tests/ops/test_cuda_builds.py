@@ -131,6 +131,22 @@ def test_a_library_that_has_no_code_for_a_device_is_not_taken(
     assert not compiler.covers(["90a"], ["91"])
 
 
+def test_whether_a_library_is_there_is_told_without_a_start_of_cuda(
+    tiny: OpSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Imports ask it: CUDA_VISIBLE_DEVICES may be set, and a process forked, after them."""
+    kernel = replace(tiny, kind="cuda")
+    (tmp_path / "made.so").write_bytes(b"library")
+    cache.publish(tmp_path / "made.so", tmp_path / f"{kernel.stem()}.so", {"targets": ["80", "90"]})
+    monkeypatch.setattr(cache, "SHIPPED", tmp_path)
+    monkeypatch.setattr(build, "torch_build", lambda: {"version": "2.13.0", "cuda": "12.8"})
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(compiler, "NVCC_FOLDERS", ())
+    monkeypatch.setattr(compiler, "present_targets", lambda: pytest.fail("the driver is asked"))
+    monkeypatch.setattr(builders.CUDAOpBuilder, "SPEC", kernel)
+    assert builders.CUDAOpBuilder("tiny").is_shipped() and builders.CUDAOpBuilder("tiny").is_compatible()
+
+
 def test_what_is_shipped_runs_on_other_machines_too(devices: Callable[..., None]) -> None:
     devices(120)
     assert compiler.shipped_targets() == ("80", "90", "120")

@@ -88,20 +88,20 @@ def test_a_buffer_under_way_is_waited_for_and_not_duplicated() -> None:
     first, second = Pending(order=order), Pending(order=order)
     staging.give(a, after=first)
     staging.give(b, after=second)
-    assert not staging.room
+    assert not staging.has_room()
     assert staging.take(ALIGN).data_ptr() == a.data_ptr()
     assert order == [first] and held_bytes(staging) == ALIGN
     second.ended = True
-    assert staging.room and staging.take(ALIGN).data_ptr() == b.data_ptr()
+    assert staging.has_room() and staging.take(ALIGN).data_ptr() == b.data_ptr()
 
 
 def test_taking_beyond_the_count_does_not_hang_and_the_extra_goes_back() -> None:
     staging = Staging(2)
     buffers = [staging.take(ALIGN) for _ in range(5)]
-    assert len({b.data_ptr() for b in buffers}) == 5 and not staging.room
+    assert len({b.data_ptr() for b in buffers}) == 5 and not staging.has_room()
     for buffer in buffers:
         staging.give(buffer)
-    assert held_bytes(staging) <= 2 * ALIGN and staging.room
+    assert held_bytes(staging) <= 2 * ALIGN and staging.has_room()
 
 
 def test_small_free_buffers_give_way_to_a_large_one() -> None:
@@ -151,7 +151,7 @@ def test_any_sequence_keeps_the_count(count: int, actions: list[tuple[str, int]]
     under_way: list[tuple[Pending, int]] = []
     for what, number in actions:
         if what == "t":
-            had_room = staging.room
+            had_room = staging.has_room()
             buffer = staging.take(number)
             assert buffer.numel() >= number and buffer.data_ptr() % ALIGN == 0
             assert buffer.data_ptr() not in {b.data_ptr() for b in out}

@@ -103,6 +103,26 @@ def test_adam_uses_the_fused_kernel_only_where_it_exists():
     run(other, complex_param, [torch.ones(2, dtype=torch.complex64)])
 
 
+def across(tensor):
+    """The same values, in memory column by column."""
+    return tensor.T.contiguous().T
+
+
+@for_each("cls", [FusedAdam, DeepSpeedCPUAdam])
+def test_adam_takes_gradients_and_moments_of_any_strides(cls):
+    start, grads = make(dtype=torch.float32)
+    wanted = trained(cls, start, grads, lr=0.1)
+    torch.testing.assert_close(trained(cls, start, [across(grad) for grad in grads], lr=0.1), wanted)
+    torch.testing.assert_close(trained(cls, across(start), grads, lr=0.1), wanted)
+    param = torch.nn.Parameter(start.clone())
+    first, second = cls([param], lr=0.1), cls([param], lr=0.1)
+    run(first, param, grads[:2])
+    saved = first.state_dict()
+    saved["state"][0] = {key: across(value) if value.dim() else value for key, value in saved["state"][0].items()}
+    second.load_state_dict(saved)
+    torch.testing.assert_close(run(second, param, grads[2:]), wanted)
+
+
 def test_adam_empty_shard_and_missing_gradient():
     empty, idle, live = (torch.nn.Parameter(torch.zeros(n)) for n in (0, 3, 3))
     opt = FusedAdam([empty, idle, live])
@@ -293,6 +313,17 @@ def test_state_dict_and_pickle_continue_exactly(cls):
     assert copy.deepcopy(second).param_groups[0]["lr"] == 0.1
 
 
+@for_each("cls", [DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion])
+def test_wide_moments_of_16_bit_parameters_are_loaded_as_they_were_saved(cls):
+    start, grads = make(dtype=torch.bfloat16)
+    param = torch.nn.Parameter(start.clone())
+    first, second = cls([param], lr=0.1), cls([param], lr=0.1)
+    run(first, param, grads[:2])
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert not any(value.dtype is torch.bfloat16 for value in second.state[param].values())
+    assert torch.equal(run(second, param, grads[2:]), trained(cls, start, grads, lr=0.1))
+
+
 def test_adam_loads_what_torchs_adam_saved():
     param = torch.nn.Parameter(torch.ones(2))
     theirs = torch.optim.AdamW([param], lr=0.25)
@@ -301,6 +332,19 @@ def test_adam_loads_what_torchs_adam_saved():
     ours.load_state_dict(theirs.state_dict())
     run(ours, param, [torch.ones(2)])
     assert ours.param_groups[0]["lr"] == 0.25 and float(ours.state[param]["step"]) == 2
+
+
+@for_each("cls", [FusedAdam, DeepSpeedCPUAdam])
+def test_adamw_stays_adamw_where_a_state_dict_does_not_say_how_weights_decay(cls):
+    start, grads = make(dtype=torch.float32)
+    params = [torch.nn.Parameter(start.clone()) for _ in range(2)]
+    ours, theirs = cls(params[:1], lr=0.1, weight_decay=0.5), torch.optim.AdamW(params[1:], lr=0.1, weight_decay=0.5)
+    run(theirs, params[1], grads[:2])
+    saved = copy.deepcopy(theirs.state_dict())
+    del saved["param_groups"][0]["decoupled_weight_decay"]  # as torch before 2.7, and DeepSpeed, write it
+    ours.load_state_dict(saved)
+    params[0].data.copy_(params[1].data)
+    torch.testing.assert_close(run(ours, params[0], grads[2:]), run(theirs, params[1], grads[2:]))
 
 
 @for_each("cls", [FusedAdam, FusedLion, FusedLamb, DeepSpeedCPUAdagrad])

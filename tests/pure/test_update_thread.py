@@ -193,6 +193,33 @@ def test_a_turn_that_fails_has_ended_too_and_the_next_is_not_taken() -> None:
     assert not took
 
 
+class _Broken(Transfer):
+    """Data of a device that has failed: whoever asks for them hears of that."""
+
+    def wait(self) -> None:
+        raise RuntimeError("planted")
+
+    done = wait  # type: ignore[assignment]
+
+
+def test_a_device_that_fails_while_a_turn_waits_ends_the_turn_and_not_the_thread() -> None:
+    worker, data = Worker(torch.device("cpu")), _Broken()
+    turn = worker.hand_over(lambda: data, after=data)
+    assert turn._ended.wait(30)
+    with pytest.raises(UsageError, match="planted"):
+        turn.wait()
+    worker.forget()
+
+
+def test_a_thread_that_cannot_start_leaves_no_turn_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(torch.device("cpu"))
+    monkeypatch.setattr(threading.Thread, "start", lambda _: _Broken().wait())
+    with pytest.raises(RuntimeError, match="planted"):
+        worker.hand_over(lambda: ARRIVED)
+    assert worker._last is None
+    worker.forget()
+
+
 # -- update shares --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("every", [2, 3, 5, 7])
 def test_a_share_of_one_in_k_is_every_kth_of_equal_units(every: int) -> None:

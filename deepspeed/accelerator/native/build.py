@@ -100,25 +100,25 @@ def ship(op: OpSpec, folder: Path) -> Path:
     return library
 
 
-def _fits(library: Path) -> bool:
-    """Return whether ``library`` is good and has code for the devices present."""
+def _fits(library: Path, *, anywhere: bool) -> bool:
+    """Return whether ``library`` is good, and has code for the devices present, or ``anywhere``: to ask starts CUDA."""
     targets = cache.note(library).get("targets")
-    return cache.is_good(library) and (not targets or tools.covers(targets, tools.present_targets()))
+    return cache.is_good(library) and (anywhere or not targets or tools.covers(targets, tools.present_targets()))
 
 
-def shipped(op: OpSpec) -> Path | None:
+def shipped(op: OpSpec, *, anywhere: bool = False) -> Path | None:
     """Return the library built when this package was installed; None unless it fits these sources and the devices."""
     library = cache.SHIPPED / f"{op.stem()}.so"
-    return library if _fits(library) else None
+    return library if _fits(library, anywhere=anywhere) else None
 
 
-def built(op: OpSpec) -> Path | None:
+def built(op: OpSpec, *, anywhere: bool = False) -> Path | None:
     """Return the newest good library of ``op``, shipped or cached, of any compiler; None without one. Runs nothing."""
     with contextlib.suppress(BuildError, FileNotFoundError):
-        if library := shipped(op):
+        if library := shipped(op, anywhere=anywhere):
             return library
         every = sorted(cache.folder().glob(f"{op.stem()}-*.so"), key=os.path.getmtime, reverse=True)
-        return next(filter(_fits, every), None)
+        return next((library for library in every if _fits(library, anywhere=anywhere)), None)
     return None
 
 

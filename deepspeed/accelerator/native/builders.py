@@ -97,7 +97,7 @@ class OpBuilder:
         try:
             compiler.locate(spec.kind)
         except BuildError as error:
-            return "" if build.built(spec) else str(error)
+            return "" if build.built(spec, anywhere=True) else str(error)
         return ""
 
     def is_compatible(self, verbose: bool = False) -> bool:
@@ -108,9 +108,9 @@ class OpBuilder:
         return not reason
 
     def is_shipped(self) -> bool:
-        """Return whether this installation came with a library that fits."""
+        """Return whether this installation came with a library of these sources. Looks at files only, runs nothing."""
         spec = self.spec()
-        return bool(spec.sources) and not spec.missing() and build.shipped(spec) is not None
+        return bool(spec.sources) and not spec.missing() and build.shipped(spec, anywhere=True) is not None
 
     def state(self, ask: Callable[[Kind], Compiler | str] = _ask) -> OpState:
         """Return the op's state for a report, without building. ``ask`` returns the compiler, or why none is usable."""

@@ -30,9 +30,8 @@ class Tiers:
         """Return a place for a state on ``tier``; None: the device. ``max_in_cpu`` parameters stay in host memory."""
         if tier is Tier.NVME:
             if kind is StateKind.GRAD:
-                if self._grad_staging is None:
-                    few = InFlight.GRADIENT_BUFFERS
-                    self._grad_staging = Staging(few, arena=self.arena, pin=self.plan.pin_optim)
+                few = InFlight.GRADIENT_BUFFERS
+                self._grad_staging = self._grad_staging or Staging(few, arena=self.arena, pin=self.plan.pin_optim)
                 return Stored(self.optim_drive(), numel, dtype, staging=self._grad_staging)
             if kind is StateKind.OPTIM:
                 return Stored(self.optim_drive(), numel, dtype)
@@ -64,7 +63,7 @@ class Tiers:
     def optim_drive(self) -> Drive:
         """Return the drive behind ``offload_optimizer``, opened on the first call."""
         plan = self.plan
-        return self._open("optimizer", plan.optim_folder, plan.optim_buffers, 1 << 30, pin=plan.pin_optim)
+        return self._open("optimizer", plan.optim_folder, plan.optim_buffers, plan.tile_numel * 4, pin=plan.pin_optim)
 
     def _param_drive(self, width: int) -> Drive:
         plan, piece = self.plan, self.plan.param_piece_numel * width

@@ -311,7 +311,7 @@ class TiledUpdate(UpdatePolicy):
             for tile in ahead:
                 tile.refresh()
             while waiting or ahead:
-                while waiting and (not ahead or self._staging.room):
+                while waiting and (not ahead or self._staging.has_room()):
                     waiting[0].read(gradient=True)
                     ahead.append(waiting.popleft())
                 tile = ahead.popleft()
@@ -399,4 +399,8 @@ class TiledUpdate(UpdatePolicy):
         """Bring slots that the optimizer has made, or loaded, to the drive."""
         self.forget_ahead()
         for tile in self._tiles.values():
+            state = tile.view.kept_by(self.optimizer)
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):  # torch loads the caller's own tensors, which keep their values
+                    state[key] = value.detach() if value.dim() else value.clone()
             tile.make_slots()
