@@ -3,6 +3,7 @@
 from typing import Any
 
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.model.blocks import Fp16Config
 from deepspeed.errors import UsageError
 
 
@@ -106,10 +107,11 @@ class DynamicLossScaler(LossScaler):
 
 
 def build_loss_scaler(cfg: DeepSpeedConfig) -> LossScaler:
-    """Build a config's scaler: dynamic for fp16 with ``loss_scale`` 0, constant otherwise, 1 for every other dtype."""
-    fp16 = cfg.fp16
-    if cfg.compute_dtype != "fp16" or fp16.loss_scale:
-        return LossScaler(fp16.loss_scale if cfg.compute_dtype == "fp16" else 1.0)
+    """Build a config's scaler: for fp16 as its block says, dynamic for autocast to it, 1 for every other dtype."""
+    fp16 = cfg.fp16 if cfg.fp16.enabled else Fp16Config()
+    computes = cfg.torch_autocast.dtype if cfg.torch_autocast.enabled else cfg.compute_dtype
+    if computes != "fp16" or fp16.loss_scale:
+        return LossScaler(fp16.loss_scale or 1.0)
     return DynamicLossScaler(
         2.0**fp16.initial_scale_power,
         scale_window=fp16.loss_scale_window,
