@@ -512,7 +512,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         return None
 
     def destroy(self) -> None:
-        """Remove every hook and give every buffer back. Collective.
+        """Remove every hook and give every buffer, and the optimizer its parameters, back. Collective.
 
         A model that was whole when it was passed in is whole again; one born sharded (zero.Init) stays sharded, ready
         for another ``initialize``. So does every model when some rank does not come within a minute.
@@ -551,8 +551,6 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         dismantle(self._parts, together=together)
         if self.basic_optimizer is not None:
             self.basic_optimizer.state.clear()
-            for group in self.basic_optimizer.param_groups:
-                group["params"] = []
         self.runtime.window_ends = lambda: True
         self.runtime.on_backward = self.runtime.before_update = lambda: None
         destroy_mesh(self.mesh, keep_axes=any(unit.params for unit in self.runtime.units))

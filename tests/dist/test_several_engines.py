@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.monitor.log import logger
 from deepspeed.tools.verify.grads import full_parameters
+from deepspeed.tools.verify.models import MicroBatch
 from deepspeed.tools.verify.reference import gate_optimizer
 from deepspeed.tools.verify.teardown import FOUR, run_cycles
 from deepspeed.utils import safe_get_full_grad
@@ -413,3 +414,35 @@ def test_a_failed_start_leaves_the_module_usable(pool2: RankPool) -> None:
     for said, left, error in pool2.run(after_a_failed_start):
         assert "ValueError" in said and "nope" in said
         assert left == [] and error <= TOLERANCE
+
+
+def one_optimizer(stage: int) -> tuple[str, list[float]]:
+    """A client's optimizer in a start that fails late, in two engines one after the other, and in plain torch."""
+    case = case_named("plain")
+    model, expected, errors = case.build(), case.build(), list[float]()
+    optimizer, plain = gate_optimizer(model), gate_optimizer(expected)
+    config = make_config(stage, optimizer=None)
+    said = outcome(lambda: start(model, config, optimizer=optimizer, lr_scheduler=lambda _: [].pop()))
+    for step in range(3):
+        if step < 2:
+            engine = start(model, config, optimizer=optimizer)
+            engine.optimizer.load_state_dict(engine.optimizer.state_dict())  # after which torch has other groups
+            train_step(engine, case, step)
+            engine.destroy()
+        else:
+            case.seeded_loss(model, MicroBatch(step, 0, 0, 1))[0].backward()
+            optimizer.step()
+        plain.state.clear()
+        plain.zero_grad()
+        world = dist.get_world_size() if step < 2 else 1
+        for rank in range(world):
+            (case.seeded_loss(expected, MicroBatch(step, 0, rank, world))[0] / world).backward()
+        plain.step()
+        errors.append(parameter_error(model, dict(expected.named_parameters()))[0])
+    return said, errors
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_clients_optimizer_is_as_before_when_its_engine_has_ended(pool2: RankPool, stage: int) -> None:
+    for said, errors in pool2.run(one_optimizer, stage):
+        assert "IndexError" in said and max(errors) <= TOLERANCE, errors
