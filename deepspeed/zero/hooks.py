@@ -208,6 +208,7 @@ class ModuleHooks:
         self.forward_handles.clear()
         self.backward_handles.clear()
         pickle_as_before(self._modules)
+        self._modules.clear()
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
@@ -371,15 +372,14 @@ class ModuleHooks:
         """Hook outputs that need gradients (of a root if ``inner``, of the model if ``whole``); tell if any does."""
         if not torch.is_grad_enabled():
             return False
-        origins = {t.grad_fn or t for t in tensors_in(output) if t.requires_grad}
+        tensors = [t for t in tensors_in(output) if t.requires_grad]
         graph = _Graph()
-        for origin in origins:
-            hold = origin.register_hook if isinstance(origin, torch.Tensor) else origin.register_prehook
-            hold(functools.partial(self._before_backward, units, inner=inner))
-            if whole and not isinstance(origin, torch.Tensor):
+        for origin in {t.grad_fn for t in tensors if t.grad_fn is not None}:  # a leaf's gradient needs no weight
+            origin.register_prehook(functools.partial(self._before_backward, units, inner=inner))
+            if whole:
                 origin.register_prehook(lambda _: self._graphs.discard(graph))
                 self._graphs.add(graph)
-        return bool(origins)
+        return bool(tensors)
 
     def awaits_backward(self) -> bool:
         """Tell whether some forward of the model has left a graph through which no backward has come."""
@@ -394,6 +394,8 @@ class ModuleHooks:
                 tensor.register_hook(functools.partial(self._before_backward, units))
 
     def _before_backward(self, units: list[Unit], _: Any, *, inner: bool = False) -> None:
+        if not self._modules:
+            return  # the engine has ended, and other ranks are elsewhere
         if inner and not torch.is_grad_enabled():
             for unit in units:
                 if not unit.whole:
@@ -439,8 +441,9 @@ class ModuleHooks:
         def hook(_: torch.Tensor) -> None:
             nonlocal missing
             missing -= 1
+            for handle in handles if missing == 0 else ():
+                handle.remove()
             for unit in frozen if missing == 0 else ():
                 self._runtime.backward_done(unit)
 
-        for tensor in tensors:
-            tensor.register_hook(hook)
+        handles = [tensor.register_hook(hook) for tensor in tensors]
