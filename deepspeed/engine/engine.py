@@ -267,7 +267,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
                 self._views,
                 StepOptions(
                     clip=config.gradient_clipping,
-                    need_norm=config.zero.compute_grad_norm,
+                    need_norm=config.zero.compute_grad_norm or self.fp16_enabled() or self._scaler.dynamic,
                     skip_nonfinite=config.bf16.check_grad_overflow or not self.bfloat16_enabled(),
                     loss_scale=self._scaler.loss_scale,
                     at_once=self._scaler.dynamic or not undoes,

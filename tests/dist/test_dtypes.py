@@ -457,6 +457,14 @@ def test_autocast_to_fp16_scales_the_loss(pool2: RankPool, stage: int) -> None:
         assert error <= 1e-3 and not changed
 
 
+@pytest.mark.parametrize("scale", [0, 2**16])
+def test_fp16_sees_overflows_also_without_a_norm(pool2: RankPool, scale: int) -> None:
+    """Where ``compute_grad_norm`` is false: a norm that nobody has asked for tells of an overflow."""
+    config = make_config(2, zero={"compute_grad_norm": False}, fp16={"enabled": True, "loss_scale": scale})
+    for error, changed in pool2.run(_small_and_large_gradients, config):
+        assert error <= 1e-3 and not changed
+
+
 class Quantised(Stack):
     """A frozen projection of 8-bit codes with one scale, dequantised in the forward, and a buffer of such codes."""
 
