@@ -287,13 +287,6 @@ class ModuleHooks:
 
         return before, after
 
-    def _say_kept(self, module: nn.Module) -> None:
-        """Log, once for each module, that its parameters wait for the backward."""
-        if module not in self._warned:
-            self._warned.add(module)
-            text = "%s returned no tensor that needs a gradient, so its parameters stay gathered until the backward"
-            logger.info(text, type(module).__name__)
-
     def _hooks_of(self, module: nn.Module, units: list[Unit]) -> tuple[_Hook, _Hook]:
         runtime = self._runtime
         is_root = module in self._roots
@@ -335,8 +328,10 @@ class ModuleHooks:
                 self._watch_stash(needed, modules)
             # Trained parameters, and nothing to tell when they are needed again.
             keep = torch.is_grad_enabled() and not seen and any(u.trainable for u in units) and output is not None
-            if keep:
-                self._say_kept(module)
+            if keep and module not in self._warned:
+                self._warned.add(module)
+                text = "%s returned no tensor that needs a gradient, so its parameters stay gathered until the backward"
+                logger.info(text, type(module).__name__)
             runtime.leave(units, keep=keep)
             # An exception on its way out must not wait for other ranks.
             if module is self._model and sys.exc_info()[0] is None:
@@ -396,12 +391,8 @@ class ModuleHooks:
     def _before_backward(self, units: list[Unit], _: Any, *, inner: bool = False) -> None:
         if not self._modules:
             return  # the engine has ended, and other ranks are elsewhere
-        if inner and not torch.is_grad_enabled():
-            for unit in units:
-                if not unit.whole:
-                    break
-            else:
-                return  # as after the root's own hook
+        if inner and not torch.is_grad_enabled() and all(unit.whole for unit in units):
+            return  # as after the root's own hook
         if not self._armed:
             self._arm()
         # Gradients that will be differentiated again (create_graph) leave a graph that reads the weights later.
