@@ -235,8 +235,8 @@ def _assemble(
 
 
 def _give_back(optimizer: torch.optim.Optimizer, params: list[list[nn.Parameter]]) -> None:
-    for group, own in zip(optimizer.param_groups, params, strict=False):
-        group["params"] = own
+    for group, given in zip(optimizer.param_groups, params, strict=False):
+        group["params"] = given
 
 
 def _optimizer(
