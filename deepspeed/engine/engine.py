@@ -42,6 +42,9 @@ from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.step import StepOptions, take_step
 from deepspeed.zero.sync.failures import serving
 
+# The engine whose ``backward`` runs, and whether it has divided the loss: for others that its graph goes through, too.
+_running: list[tuple["DeepSpeedEngine", bool]] = []
+
 
 class DeepSpeedEngine(EngineFacts, nn.Module):
     """Wrap ``module``; made by ``deepspeed.initialize``. Attributes it does not define come from the module."""
@@ -199,6 +202,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
             self.update_metrics.note_loss((loss if self._tokens is None else divided).detach())  # without waiting
         flushes = self.runtime.flushes
         self._in_engine_backward = True
+        _running.append((self, scale_wrt_gas))
         try:
             with self._clock("backward"):
                 scaled = divided * self._scaler.loss_scale if self._scaler.loss_scale != 1.0 else divided
@@ -211,6 +215,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
             raise
         finally:
             self._in_engine_backward = False
+            _running.pop()
         return loss.detach() if divided is loss or self._tokens is not None else divided
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -262,7 +267,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
                 self._views,
                 StepOptions(
                     clip=config.gradient_clipping,
-                    need_norm=config.zero.compute_grad_norm,
+                    need_norm=config.zero.compute_grad_norm or self.fp16_enabled() or self._scaler.dynamic,
                     skip_nonfinite=config.bf16.check_grad_overflow or not self.bfloat16_enabled(),
                     loss_scale=self._scaler.loss_scale,
                     at_once=self._scaler.dynamic or not undoes,
@@ -286,26 +291,35 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         self._scaler.update(self._scaler.dynamic and result.overflow)
         self._memory_watch.look()
 
+    def _factor(self, *, divides: bool) -> float:
+        """Return what this engine multiplies a loss by; ``divides``: also by its share of the window."""
+        scale = self._scaler.loss_scale
+        if divides and self._tokens is not None:
+            return scale * float(self._tokens.weight())
+        return scale / self._gas if divides and self._managed else scale
+
     def _before_backward(self) -> None:
-        """Note that a backward has begun, through the engine or not; the latter is scaled here."""
+        """Note that a backward has begun, by this engine, another one or none; the gradients are scaled accordingly."""
         self._checks.states_here()
+        if self.basic_optimizer is None:
+            return
         self._backwards += 1
         if self._managed and self._forced_boundary is None:
             self._step_calls.backward(self._gas, local=self._syncing_off)
-        gradients = self.runtime.gradients
-        gradients.scale = 1.0
-        self.runtime.update.begin_backward(self._scaler.loss_scale)
+        scale = self._scaler.loss_scale
+        self.runtime.gradients.scale = 1.0
+        self.runtime.update.begin_backward(scale)
         if self._in_engine_backward:
             return
-        if self._scaler.loss_scale != 1.0 and not self._scaled_by_user:
+        caller, divides = _running[-1] if _running else (None, True)
+        done = scale if caller is None else caller._factor(divides=divides) or 1.0
+        if scale != 1.0 and not self._scaled_by_user and (caller is None or caller.loss_scale() == 1.0):
             raise UsageError(
-                f"loss.backward() was called directly while the loss scale is {self._scaler.loss_scale:g}; call "
+                f"loss.backward() was called directly while the loss scale is {scale:g}; call "
                 "engine.backward(loss), or engine.scale(loss).backward()"
             )
         self._scaled_by_user = False
-        gradients.scale = 1.0 / self._gas if self._managed else 1.0
-        if self._tokens is not None:
-            gradients.scale = float(self._tokens.weight())
+        self.runtime.gradients.scale = self._factor(divides=divides) / done
 
     def set_batch_tokens(self, count: torch.Tensor | int) -> None:
         """Set the number of tokens that the next backward's loss is the mean of, for ``"normalize": "tokens"``.
@@ -498,7 +512,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         return None
 
     def destroy(self) -> None:
-        """Remove every hook and give every buffer back. Collective.
+        """Remove every hook and give every buffer, and the optimizer its parameters, back. Collective.
 
         A model that was whole when it was passed in is whole again; one born sharded (zero.Init) stays sharded, ready
         for another ``initialize``. So does every model when some rank does not come within a minute.
@@ -537,8 +551,6 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         dismantle(self._parts, together=together)
         if self.basic_optimizer is not None:
             self.basic_optimizer.state.clear()
-            for group in self.basic_optimizer.param_groups:
-                group["params"] = []
         self.runtime.window_ends = lambda: True
         self.runtime.on_backward = self.runtime.before_update = lambda: None
         destroy_mesh(self.mesh, keep_axes=any(unit.params for unit in self.runtime.units))

@@ -214,6 +214,7 @@ def _assemble(
     _mark_leaves(model, cfg)
     order = names_by_group(model, base.param_groups if base is not None else [])
     if base is not None:
+        lasting.callback(_give_back, base, [[*group["params"]] for group in base.param_groups])
         check_fresh(base)
         plan = _shared_update(plan, base, mesh, device)
     facts, facts_of = _facts(cfg, mesh, (mesh.zero if dims.registered or mesh.cuts else mesh.data).size), None
@@ -231,6 +232,11 @@ def _assemble(
     engine._checkpoints.group_names = order
     loads.follow(engine)
     return engine
+
+
+def _give_back(optimizer: torch.optim.Optimizer, params: list[list[nn.Parameter]]) -> None:
+    for group, given in zip(optimizer.param_groups, params, strict=False):
+        group["params"] = given
 
 
 def _optimizer(

@@ -3,17 +3,16 @@
 from typing import Any
 
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.model.blocks import Fp16Config
 from deepspeed.errors import UsageError
 
 
 class LossScaler:
-    """Scale (positive, else ValueError) that never changes; with scale 1 fp32 and bf16 training use it, too."""
+    """Scale that never changes; with scale 1 fp32 and bf16 training use it, too."""
 
     dynamic = False
 
     def __init__(self, scale: float = 1.0) -> None:
-        if not scale > 0:
-            raise ValueError(f"the loss scale is {scale}, it must be positive")
         self.cur_scale = float(scale)
         self.cur_iter = 0
 
@@ -39,7 +38,7 @@ class DynamicLossScaler(LossScaler):
     """Halve on overflow, after ``hysteresis - 1`` that are let pass; double after ``scale_window`` good steps in a row.
 
     With ``consecutive_hysteresis`` every good step gives the let-pass credit back, otherwise only a doubling does. An
-    overflow at ``min_scale`` raises. Raises ValueError for a setting out of range.
+    overflow at ``min_scale`` raises.
     """
 
     dynamic = True
@@ -53,11 +52,6 @@ class DynamicLossScaler(LossScaler):
         hysteresis: int = 2,
         consecutive_hysteresis: bool = False,
     ) -> None:
-        if init_scale <= 0 or min_scale <= 0 or scale_window < 1 or hysteresis < 1:
-            raise ValueError(
-                f"loss scaling needs positive scales (initial {init_scale}, minimum {min_scale}), loss_scale_window >= "
-                f"1 (is {scale_window}) and hysteresis >= 1 (is {hysteresis})"
-            )
         super().__init__(init_scale)
         self.last_overflow_iter = -1
         self.scale_window, self.scale_factor, self.min_scale = scale_window, 2.0, float(min_scale)
@@ -106,10 +100,11 @@ class DynamicLossScaler(LossScaler):
 
 
 def build_loss_scaler(cfg: DeepSpeedConfig) -> LossScaler:
-    """Build a config's scaler: dynamic for fp16 with ``loss_scale`` 0, constant otherwise, 1 for every other dtype."""
-    fp16 = cfg.fp16
-    if cfg.compute_dtype != "fp16" or fp16.loss_scale:
-        return LossScaler(fp16.loss_scale if cfg.compute_dtype == "fp16" else 1.0)
+    """Build a config's scaler: for fp16 as its block says, dynamic for autocast to it, 1 for every other dtype."""
+    fp16 = cfg.fp16 if cfg.fp16.enabled else Fp16Config()
+    computes = cfg.torch_autocast.dtype if cfg.torch_autocast.enabled else cfg.compute_dtype
+    if computes != "fp16" or fp16.loss_scale:
+        return LossScaler(fp16.loss_scale or 1.0)
     return DynamicLossScaler(
         2.0**fp16.initial_scale_power,
         scale_window=fp16.loss_scale_window,

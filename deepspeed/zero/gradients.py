@@ -97,6 +97,7 @@ class Gradients:
                 unit.window.open(dtype, unit.device, begin=grad.view(-1)).mul_(factor)
                 return True
             partial = unit.window.open(dtype, unit.device)
+        grad = grad.detach()  # of a backward with create_graph
         target = partial[segment.offset : segment.stop].view(segment.shape)
         if position in unit.window.fired:
             target.add_(grad, alpha=factor)

@@ -208,6 +208,7 @@ class ModuleHooks:
         self.forward_handles.clear()
         self.backward_handles.clear()
         pickle_as_before(self._modules)
+        self._modules.clear()
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
@@ -286,13 +287,6 @@ class ModuleHooks:
 
         return before, after
 
-    def _say_kept(self, module: nn.Module) -> None:
-        """Log, once for each module, that its parameters wait for the backward."""
-        if module not in self._warned:
-            self._warned.add(module)
-            text = "%s returned no tensor that needs a gradient, so its parameters stay gathered until the backward"
-            logger.info(text, type(module).__name__)
-
     def _hooks_of(self, module: nn.Module, units: list[Unit]) -> tuple[_Hook, _Hook]:
         runtime = self._runtime
         is_root = module in self._roots
@@ -334,8 +328,10 @@ class ModuleHooks:
                 self._watch_stash(needed, modules)
             # Trained parameters, and nothing to tell when they are needed again.
             keep = torch.is_grad_enabled() and not seen and any(u.trainable for u in units) and output is not None
-            if keep:
-                self._say_kept(module)
+            if keep and module not in self._warned:
+                self._warned.add(module)
+                text = "%s returned no tensor that needs a gradient, so its parameters stay gathered until the backward"
+                logger.info(text, type(module).__name__)
             runtime.leave(units, keep=keep)
             # An exception on its way out must not wait for other ranks.
             if module is self._model and sys.exc_info()[0] is None:
@@ -371,15 +367,14 @@ class ModuleHooks:
         """Hook outputs that need gradients (of a root if ``inner``, of the model if ``whole``); tell if any does."""
         if not torch.is_grad_enabled():
             return False
-        origins = {t.grad_fn or t for t in tensors_in(output) if t.requires_grad}
+        tensors = [t for t in tensors_in(output) if t.requires_grad]
         graph = _Graph()
-        for origin in origins:
-            hold = origin.register_hook if isinstance(origin, torch.Tensor) else origin.register_prehook
-            hold(functools.partial(self._before_backward, units, inner=inner))
-            if whole and not isinstance(origin, torch.Tensor):
+        for origin in {t.grad_fn for t in tensors if t.grad_fn is not None}:  # a leaf's gradient needs no weight
+            origin.register_prehook(functools.partial(self._before_backward, units, inner=inner))
+            if whole:
                 origin.register_prehook(lambda _: self._graphs.discard(graph))
                 self._graphs.add(graph)
-        return bool(origins)
+        return bool(tensors)
 
     def awaits_backward(self) -> bool:
         """Tell whether some forward of the model has left a graph through which no backward has come."""
@@ -394,12 +389,10 @@ class ModuleHooks:
                 tensor.register_hook(functools.partial(self._before_backward, units))
 
     def _before_backward(self, units: list[Unit], _: Any, *, inner: bool = False) -> None:
-        if inner and not torch.is_grad_enabled():
-            for unit in units:
-                if not unit.whole:
-                    break
-            else:
-                return  # as after the root's own hook
+        if not self._modules:
+            return  # the engine has ended, and other ranks are elsewhere
+        if inner and not torch.is_grad_enabled() and all(unit.whole for unit in units):
+            return  # as after the root's own hook
         if not self._armed:
             self._arm()
         # Gradients that will be differentiated again (create_graph) leave a graph that reads the weights later.
@@ -439,8 +432,9 @@ class ModuleHooks:
         def hook(_: torch.Tensor) -> None:
             nonlocal missing
             missing -= 1
+            for handle in handles if missing == 0 else ():
+                handle.remove()
             for unit in frozen if missing == 0 else ():
                 self._runtime.backward_done(unit)
 
-        for tensor in tensors:
-            tensor.register_hook(hook)
+        handles = [tensor.register_hook(hook) for tensor in tensors]

@@ -430,6 +430,41 @@ def test_torch_autocast_computes_low_and_keeps_fp32_weights(pool2: RankPool, sta
         assert grad_error <= 1e-2
 
 
+def _small_and_large_gradients(config: dict[str, Any]) -> tuple[float, bool]:
+    """The error of gradients that fp16 cannot hold as they are; does an update whose gradients overflow it change
+    weights?
+    """
+    model = nn.Linear(8, 8)
+    nn.init.constant_(model.weight, 0.125)
+    nn.init.zeros_(model.bias)
+    engine = start(model, config)
+    ones = torch.ones(2, 8, dtype=model.weight.dtype)
+    engine.backward(engine(ones).float().sum() * 2.0**-26)
+    error = max(float((g * 2.0**25 - 1).abs().max()) for g in full_gradients(trainable(model)).values())
+    engine.zero_grad()
+    before = full_parameters(model)
+    engine.backward(engine(ones).float().sum() * 1e6)
+    engine.step()
+    changed = any(not torch.equal(value, before[name]) for name, value in full_parameters(model).items())
+    engine.destroy()
+    return error, changed
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_autocast_to_fp16_scales_the_loss(pool2: RankPool, stage: int) -> None:
+    autocast = {"enabled": True, "dtype": "fp16"}
+    for error, changed in pool2.run(_small_and_large_gradients, make_config(stage, torch_autocast=autocast)):
+        assert error <= 1e-3 and not changed
+
+
+@pytest.mark.parametrize("scale", [0, 2**16])
+def test_fp16_sees_overflows_also_without_a_norm(pool2: RankPool, scale: int) -> None:
+    """Where ``compute_grad_norm`` is false: a norm that nobody has asked for tells of an overflow."""
+    config = make_config(2, zero={"compute_grad_norm": False}, fp16={"enabled": True, "loss_scale": scale})
+    for error, changed in pool2.run(_small_and_large_gradients, config):
+        assert error <= 1e-3 and not changed
+
+
 class Quantised(Stack):
     """A frozen projection of 8-bit codes with one scale, dequantised in the forward, and a buffer of such codes."""
 

@@ -5,6 +5,7 @@ gradients before the step, norms, and the parameters after two steps must agree 
 loop`` are in test_verify_training.py.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -102,6 +103,16 @@ def every_other_plainly(losses: Losses, call: Call) -> None:
             loss.backward()
 
 
+def with_a_graph(losses: Losses, call: Call) -> None:
+    """Gradients that could be differentiated again, of which torch warns."""
+    for loss in losses:
+        if engine_of(call) is None:
+            call(loss)
+        else:
+            with warnings.catch_warnings(action="ignore"):
+                loss.backward(create_graph=True)
+
+
 # name: losses, how they are back-propagated, micro-batches of a step, and what is configured
 LOOPS: dict[str, tuple[Call, Call, int, dict[str, Any]]] = {
     "by_hand": (in_turn, plainly, 1, {}),
@@ -110,6 +121,7 @@ LOOPS: dict[str, tuple[Call, Call, int, dict[str, Any]]] = {
     "coalesced": (in_turn, coalesced, 1, {}),
     "submodules": (of_submodules, plainly, 1, {}),
     "divided": (squared_error, divided_by_the_loop, 2, {}),
+    "with_a_graph": (squared_error, with_a_graph, 2, {}),
     "every_other_plainly": (squared_error, every_other_plainly, 4, {}),
 }
 
@@ -137,6 +149,7 @@ def run_loop(name: str, stage: int) -> Errors:
     "coalesced-2",
     "submodules-3",
     "divided-0",
+    "with_a_graph-3",
     "every_other_plainly-3",
 )
 @pytest.mark.parametrize(

@@ -346,6 +346,24 @@ def test_in_a_thread_it_is_the_same_bit_for_bit_whoever_looks(pool2: RankPool, p
     assert pool2.run(in_a_thread, precision, stage) == [[], []]
 
 
+def evaluated() -> list[str]:
+    """What differs where evaluations between steps are in inference mode, not without gradients."""
+    found = list[dict[str, Tensor]]()
+    for mode in (torch.no_grad, torch.inference_mode):
+        engine = zenflow_engine(2, rule_of())
+        for step in range(4):
+            train_step(engine, CASES["wide"](), step)
+            with mode():
+                engine.eval()
+            engine.train()
+        found.append(at_the_end(engine, []))
+    return differences(*found)
+
+
+def test_evaluations_in_inference_mode_leave_states_that_train(pool2: RankPool) -> None:
+    assert pool2.run(evaluated) == [[], []]
+
+
 def undisturbed_loop() -> list[bool]:
     """Whether the states of what is chosen stayed on the device from step to step, and what is written counts."""
     engine, stayed = zenflow_engine(3, rule_of()), []

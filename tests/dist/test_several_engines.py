@@ -12,8 +12,10 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.monitor.log import logger
 from deepspeed.tools.verify.grads import full_parameters
+from deepspeed.tools.verify.models import MicroBatch
 from deepspeed.tools.verify.reference import gate_optimizer
 from deepspeed.tools.verify.teardown import FOUR, run_cycles
+from deepspeed.utils import safe_get_full_grad
 from tests.dist.test_invariant_i8_errors import tensor_bytes
 from tests.harness.cases import case_named
 from tests.harness.lockstep import equal
@@ -71,6 +73,66 @@ def _chained() -> nn.Module:
 def test_one_graph_through_two_engines(pool2: RankPool, stages: tuple[int, int]) -> None:
     for errors in pool2.run(chained_engines, stages):
         assert max(errors) <= TOLERANCE, errors
+
+
+# By case: of the two engines the accumulation steps and the precision; and which one calls ``backward``.
+ONE_CALLS: dict[str, tuple[tuple[int, int], tuple[str, str], int]] = {
+    "one window": ((2, 2), ("fp32", "fp32"), 1),
+    "two windows": ((1, 2), ("fp32", "fp32"), 0),
+    "loss scale": ((1, 1), ("fp32", "fp16"), 1),
+    "two loss scales": ((2, 2), ("fp16", "fp16"), 0),
+}
+
+
+def backward_of_one(name: str) -> float:
+    """One engine's ``backward`` goes through another one: the largest error of gradients, which each has in its own
+    window and without the loss scale.
+    """
+    windows, precisions, caller = ONE_CALLS[name]
+    plain, engines = [_chained(), _chained()], list[Any]()
+    for window, precision in zip(windows, precisions, strict=True):
+        scale = 128.0 if engines else 64.0
+        low = {"fp16": {"enabled": True, "loss_scale": scale}} if precision == "fp16" else {}
+        engines.append(start(_chained(), make_config(2, gradient_accumulation_steps=window, **low)))
+    for micro in range(2):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(micro))
+        middle = engines[0](x.to(next(engines[0].module.parameters()).dtype))
+        out = engines[1](middle.to(next(engines[1].module.parameters()).dtype))
+        engines[caller].backward(out.float().square().mean())
+        plain[1](plain[0](x)).square().mean().backward()
+    errors = []
+    for engine, window, model in zip(engines, windows, plain, strict=True):
+        for ours, theirs in zip(engine.module.parameters(), model.parameters(), strict=True):
+            grad = safe_get_full_grad(ours)
+            assert theirs.grad is not None and grad is not None
+            errors.append(float((grad - theirs.grad / window).norm() / theirs.grad.norm() * window))
+        engine.destroy()
+    return max(errors)
+
+
+@pytest.mark.parametrize("name", ONE_CALLS)
+def test_backward_of_one_engine_gives_others_their_gradients(pool2: RankPool, name: str) -> None:
+    for error in pool2.run(backward_of_one, name):
+        assert error <= (5e-3 if "scale" in name else TOLERANCE)
+
+
+def through_a_frozen_engine() -> tuple[float | None, str]:
+    """The norm of an engine whose loss is a frozen fp16 engine's; what an fp16 engine that trains says instead."""
+    low = {"fp16": {"enabled": True}}
+    actor, reward = start(_chained(), make_config(2)), start(_chained(), make_config(0, optimizer=None, **low))
+    actor.backward(reward(actor(torch.ones(2, 5)).half()).float().mean())
+    actor.step()
+    trains = start(_chained(), make_config(2, **low))
+    said = outcome(lambda: actor.backward(trains(actor(torch.ones(2, 5)).half()).float().mean()))
+    norm = actor.get_global_grad_norm()
+    for engine in (actor, reward, trains):
+        engine.destroy()
+    return norm, said
+
+
+def test_a_backward_passes_through_a_frozen_fp16_engine(pool2: RankPool) -> None:
+    for norm, said in pool2.run(through_a_frozen_engine):
+        assert norm and "while the loss scale is 65536" in said
 
 
 class Adapted(nn.Module):
@@ -352,3 +414,35 @@ def test_a_failed_start_leaves_the_module_usable(pool2: RankPool) -> None:
     for said, left, error in pool2.run(after_a_failed_start):
         assert "ValueError" in said and "nope" in said
         assert left == [] and error <= TOLERANCE
+
+
+def one_optimizer(stage: int) -> tuple[str, list[float]]:
+    """A client's optimizer in a start that fails late, in two engines one after the other, and in plain torch."""
+    case = case_named("plain")
+    model, expected, errors = case.build(), case.build(), list[float]()
+    optimizer, plain = gate_optimizer(model), gate_optimizer(expected)
+    config = make_config(stage, optimizer=None)
+    said = outcome(lambda: start(model, config, optimizer=optimizer, lr_scheduler=lambda _: [].pop()))
+    for step in range(3):
+        if step < 2:
+            engine = start(model, config, optimizer=optimizer)
+            engine.optimizer.load_state_dict(engine.optimizer.state_dict())  # after which torch has other groups
+            train_step(engine, case, step)
+            engine.destroy()
+        else:
+            case.seeded_loss(model, MicroBatch(step, 0, 0, 1))[0].backward()
+            optimizer.step()
+        plain.state.clear()
+        plain.zero_grad()
+        world = dist.get_world_size() if step < 2 else 1
+        for rank in range(world):
+            (case.seeded_loss(expected, MicroBatch(step, 0, rank, world))[0] / world).backward()
+        plain.step()
+        errors.append(parameter_error(model, dict(expected.named_parameters()))[0])
+    return said, errors
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_clients_optimizer_is_as_before_when_its_engine_has_ended(pool2: RankPool, stage: int) -> None:
+    for said, errors in pool2.run(one_optimizer, stage):
+        assert "IndexError" in said and max(errors) <= TOLERANCE, errors

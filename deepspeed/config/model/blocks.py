@@ -72,7 +72,7 @@ class TorchAutocastConfig(Block):
     """``torch_autocast``: torch.autocast around the forward. ``lower_precision_safe_modules`` None: no module."""
 
     enabled: Flag = key(False, "Run the forward inside torch.autocast.")
-    dtype: _AutocastDtype = key("bf16", "Dtype of autocast; null means bf16.")
+    dtype: _AutocastDtype = key("bf16", "Dtype of autocast; null means bf16. Losses of fp16 are scaled.")
     lower_precision_safe_modules: Names | None = key(None, "Classes whose parameters rest and travel in that dtype.")
 
 

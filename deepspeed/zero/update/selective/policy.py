@@ -376,7 +376,7 @@ class SelectiveUpdate(LateUpdate):
         """Copy all states of the policy to where the masters and moments rest. Local."""
         worker = self.host.worker
         if self.states_out and not self._busy and not (worker is not None and worker.inside()):
-            with self._alone(), torch.no_grad():
+            with self._alone(), torch.inference_mode(mode=False), torch.no_grad():  # for tensors that last
                 self._come_home(leave=True)
 
     def _come_home(self, *, leave: bool) -> None:
