@@ -60,7 +60,6 @@ class GatheredParameters:
         self._inside_forward = False
         self._marks: dict[Unit, tuple[int, torch.Tensor]] = {}  # version and sums of the values as a reader got them
         self._writes: dict[nn.Parameter, int] = {}  # torch's count then, with ``enable_sanity_checks``
-        self._saving: saved_tensors_hooks | None = None
         self._whole: set[nn.Parameter] = set()  # that show what tensor-parallel ranks have together
         self._incoming = incoming_of(self._params) if modifier_rank is not None else None
 
@@ -72,6 +71,8 @@ class GatheredParameters:
                 if self._incoming is not None:
                     self._incoming.open(unit)
                 else:
+                    if torch.is_grad_enabled() and not unit.users and runtime_of(unit) is not None:
+                        unit.fetch_on_demand()  # a running module borrows it, whose backward reads it, too
                     unit.pin(lend=True)
                 pinned.callback(unit.unpin)
                 self._units.append(unit)
@@ -87,12 +88,11 @@ class GatheredParameters:
         self._marks = {u: (u.version, bit_sums(u.buffer.full)) for u in marked}
         self._writes = {p: p._version for u in marked if u.facts.sanity_checks for p in u.params}
         # Under such hooks autograd hands custom functions new tensors in place of the parameters they saved; inside a
-        # forward the module's own hooks gather for the backward, so they are not needed there.
+        # forward the hooks of the module that runs gather for the backward, so they are not needed there.
         if torch.is_grad_enabled() and any(
             u.movable and runtime_of(u) is not None and not u.may_fetch_on_demand() for u in self._units
         ):
-            self._saving = saved_tensors_hooks(self._pack, _unpack)
-            self._saving.__enter__()
+            self._pinned.enter_context(saved_tensors_hooks(self._pack, _unpack))
 
     def _await_updates(self, units: list[Unit]) -> None:
         """Wait for pending updates before any rank gathers; raise the error of one rank's update on all."""
@@ -118,9 +118,6 @@ class GatheredParameters:
         return tensor
 
     def __exit__(self, kind: object, raised: BaseException | None, _: object) -> None:
-        if self._saving is not None:
-            self._saving.__exit__(kind, raised, _)
-            self._saving = None
         try:
             if raised is None and not self._inside_forward:
                 for rank, text in self._failures(self._fault()).items():
