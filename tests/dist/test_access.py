@@ -297,3 +297,38 @@ def _before_the_first_step(stage: int) -> list[str]:
 def test_before_the_first_step_slots_are_set_in_vain_and_gradients_refused(pool2: RankPool, stage: int) -> None:
     for said in pool2.run(_before_the_first_step, stage):
         assert all("UsageError" in text and "layers.1.up.weight' has no gradient" in text for text in said), said
+
+
+class _Sums(torch.optim.SGD):
+    """Keeps something per parameter that is no number of each of its elements, as Adafactor does."""
+
+    def step(self, closure: Any = None) -> Any:
+        """As SGD."""
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p]["sums"] = torch.ones(7)
+        return super().step(closure)
+
+
+def slots_of_another_size(stage: int) -> str:
+    case = case_named("plain")
+    model = case.build()
+    config = make_config(stage, zero=ZERO, optimizer=None)
+    engine = start(model, config, optimizer=_Sums(model.parameters(), lr=0.1))
+    train_step(engine, case, 0)
+    weight = engine.module.head.weight
+    assert safe_get_full_optimizer_state(weight, "sums") is None
+    local = safe_get_local_optimizer_state(weight, "sums")
+    assert local is None or not local.numel(), local  # of a rank that has no part of it
+    safe_set_full_optimizer_state(weight, torch.zeros(weight.shape), "sums")
+    sums = [state["sums"] for state in engine.basic_optimizer.state.values()]
+    assert sums and all(torch.equal(s, torch.ones(7)) for s in sums), "written into"
+    said = outcome(lambda: safe_set_full_optimizer_state(weight, torch.zeros(7), "sums"))
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_slot_that_has_no_number_of_each_element_is_no_slot(pool2: RankPool, stage: int) -> None:
+    """The answer was zeros of the parameter's shape."""
+    for said in pool2.run(slots_of_another_size, stage):
+        assert "UsageError" in said and "(7,)" in said
