@@ -52,7 +52,8 @@ class ParameterBuffer:
         """Allocate the storage for the values, which the caller fills next, and return ``full``."""
         numel = self._layout.numel
         if self.full.numel() != numel:
-            self.hold(self.full.new_empty(numel))
+            with torch.inference_mode(mode=False):  # it will be trained in, too
+                self.hold(self.full.new_empty(numel))
         storage = self.full.untyped_storage()
         storage.resize_(numel * self.full.element_size())
         if self.full.device.type == "cpu":

@@ -21,7 +21,7 @@ from deepspeed.tools.verify.models import case_named
 from deepspeed.utils import safe_set_full_fp32_param
 from tests.harness.lockstep import TOLERANCE, Lockstep, equal, live_bytes, not_at_rest
 from tests.harness.pool import RankPool
-from tests.harness.training import make_config, outcome, start, train_step
+from tests.harness.training import here, make_config, outcome, start, train_step
 
 pytestmark = pytest.mark.timeout(60)
 ZERO = {"param_persistence_threshold": 0}
@@ -91,6 +91,32 @@ def kept(how: str, born_sharded: bool) -> float:
 @pytest.mark.parametrize("how", TAKEN)
 def test_what_is_taken_inside_keeps_its_values_after_the_exit(pool2: RankPool, how: str, born_sharded: bool) -> None:
     assert max(pool2.run(kept, how, born_sharded)) <= TOLERANCE
+
+
+def evaluated_in_inference_mode(gathers: bool) -> float:
+    """With an alias alive, so that the next gather, which is in inference mode, makes a new buffer."""
+    pair = Lockstep(case_named("plain"), make_config(3, zero=ZERO))
+    pair.step(0)
+    params = list(pair.engine.module.parameters())
+    with gathered(params):
+        kept = [p.detach() for p in params]
+    with torch.inference_mode():
+        pair.engine.eval()
+        if gathers:
+            with gathered(params):
+                kept += [p.detach() for p in params]
+        pair.engine(pair.case.batch(here(0))[0])
+        pair.engine.train()
+    pair.step(1)
+    pair.step(2)
+    assert len(kept) > 0
+    return pair.finish()[0]
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_training_goes_on_after_an_evaluation_in_inference_mode(pool2: RankPool, gathers: bool) -> None:
+    """The buffer became an inference tensor, which no later gather could write to."""
+    assert max(pool2.run(evaluated_in_inference_mode, gathers)) <= TOLERANCE
 
 
 class Exporting(nn.Module):
@@ -195,8 +221,8 @@ def test_an_edit_in_a_read_only_context_is_an_error_on_every_rank(
 
 
 def frozen_and_rounded(threshold: int) -> tuple[float, str, str]:
-    """As adapters that are merged for an inference server and unmerged: how far the base moves; what is said; and what of
-    an edit of trained weights.
+    """As adapters that are merged for an inference server and unmerged: how far the base moves; what is said; and what
+    of an edit of trained weights.
     """
     model = Large()
     model.blocks[0].requires_grad_(False)
