@@ -332,3 +332,26 @@ def test_a_slot_that_has_no_number_of_each_element_is_no_slot(pool2: RankPool, s
     """The answer was zeros of the parameter's shape."""
     for said in pool2.run(slots_of_another_size, stage):
         assert "UsageError" in said and "(7,)" in said
+
+
+def _collated(samples: list[Any]) -> dict[str, Any]:
+    return {"n": samples}
+
+
+def loaders_of_an_engine() -> dict[str, list[int]]:
+    config = make_config(0, train_micro_batch_size_per_gpu=2)
+    model = nn.Linear(2, 2)
+    engine, _, trained, _ = deepspeed.initialize(
+        model=model, config=config, training_data=range(8), collate_fn=_collated
+    )
+    loaders = {route: engine.deepspeed_io(range(8), route=route) for route in ("eval", "predict")} | {"train": trained}
+    found = {route: [n for batch in loader for n in batch["n"]] for route, loader in loaders.items()}
+    engine.destroy()
+    return found
+
+
+def test_loaders_for_evaluation_have_all_samples_in_order_and_every_one_the_collate_fn(pool2: RankPool) -> None:
+    """They were shuffled and in parts, and torch's own function put batches together."""
+    first, second = pool2.run(loaders_of_an_engine)
+    assert sorted(first.pop("train") + second.pop("train")) == [*range(8)]
+    assert first == second == dict.fromkeys(("eval", "predict"), [*range(8)])
