@@ -5,6 +5,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import IterableDataset, SequentialSampler
 
 from deepspeed.accelerator.device import DTYPES
 from deepspeed.client.attrs import answers
@@ -34,6 +35,7 @@ class EngineFacts:
     managed_gradient_accumulation = property(attrgetter("_managed"), doc="Whether the engine counts micro-batches.")
     pipeline_parallelism = False
     mpu: Any = None  # the client's; in a pipeline the grid
+    collate_fn: Callable[[list[Any]], Any] | None = None
     _is_gradient_accumulation_boundary = property(attrgetter("_forced_boundary"))  # None: nobody has forced it
 
     train_micro_batch_size_per_gpu = answers("_micro", "Samples of a micro-batch on one rank.")
@@ -209,15 +211,18 @@ class EngineFacts:
         Args:
             dataset: Of torch, sized or iterable.
             batch_size: Samples of a batch on this rank (default: the micro-batch).
-            route: Not used; ``data_sampler``, ``collate_fn`` and ``pin_memory`` are torch's.
+            route: "train", shuffled and in parts of each rank; "eval" and "predict": each rank has all, in order.
+            data_sampler: As torch's; so are ``pin_memory`` and ``collate_fn`` (default: that of ``initialize``).
             num_local_io_workers: Worker processes (default: none).
         """
+        if data_sampler is None and route in ("eval", "predict") and not isinstance(dataset, IterableDataset):
+            data_sampler = SequentialSampler(dataset)
         return DeepSpeedDataLoader(
             dataset,
             batch_size or self._micro,
             pin_memory=pin_memory and self.device.type != "cpu",
             local_rank=self.local_rank,
-            collate_fn=collate_fn,
+            collate_fn=collate_fn or self.collate_fn,
             num_local_io_workers=num_local_io_workers,
             data_sampler=data_sampler,
             data_parallel_world_size=self.mesh.data.size,

@@ -152,9 +152,9 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: AxisGroup) -> Tra
     piece = shard.numel()
     local = full[group.index * piece : (group.index + 1) * piece]
     if group.size == 1 or group.backend == "gloo":
-        works = _exchange(lambda _: shard, lambda r: full[r * piece : (r + 1) * piece], group)
         if local.data_ptr() != shard.data_ptr():
-            local.copy_(shard)
+            local.copy_(shard)  # first: where it fails nothing is on its way into memory that will be freed
+        works = _exchange(lambda _: shard, lambda r: full[r * piece : (r + 1) * piece], group)
         return Collective(works, full, shard, then=(end,))
     return Collective([gather_flat(full, shard, group=group.pg, async_op=True)], full, shard, then=(end,))
 

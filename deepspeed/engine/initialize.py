@@ -104,11 +104,11 @@ def initialize(
             lasting.callback(forget_mpu, mpu)
         dims = _ways(model, mpu, mesh_param)
         engine = _assemble(model, source, lasting, dims=dims, optimizer=optimizer, parameters=model_parameters)
-        engine.local_rank = local_rank
+        engine.local_rank, engine.collate_fn = local_rank, collate_fn
         engine.mpu = engine.mpu if mpu is None else mpu
         engine.lr_scheduler = _choose_scheduler(engine._config, engine.basic_optimizer, lr_scheduler)
         if training_data is not None:
-            engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+            engine.training_dataloader = engine.deepspeed_io(training_data)
         observe(engine)
     except BaseException:
         if engine is not None:

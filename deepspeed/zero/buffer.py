@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from deepspeed.monitor import hostmem
-from deepspeed.zero.layout import FlatLayout, Segment
+from deepspeed.zero.layout import FlatLayout
 from deepspeed.zero.param import expose, hide, keep_view, storage_uses
 
 
@@ -28,12 +28,8 @@ class ParameterBuffer:
     def hold(self, full: torch.Tensor) -> None:
         """Use ``full`` as the buffer; the parameters point to it after ``expose``."""
         self.full = full
-        self._views = [self.view(s) for s in self._layout.segments]
+        self._views = [full[s.offset : s.stop].view(s.shape) for s in self._layout.segments]
         self._uses_bare = storage_uses(full)
-
-    def view(self, segment: Segment) -> torch.Tensor:
-        """Return the view of ``full`` that holds one parameter, in its logical shape."""
-        return self.full[segment.offset : segment.stop].view(segment.shape)
 
     def expose(self) -> None:
         """Point the parameters at their values in the buffer."""
@@ -56,7 +52,8 @@ class ParameterBuffer:
         """Allocate the storage for the values, which the caller fills next, and return ``full``."""
         numel = self._layout.numel
         if self.full.numel() != numel:
-            self.hold(self.full.new_empty(numel))
+            with torch.inference_mode(mode=False):  # it will be trained in, too
+                self.hold(self.full.new_empty(numel))
         storage = self.full.untyped_storage()
         storage.resize_(numel * self.full.element_size())
         if self.full.device.type == "cpu":

@@ -40,6 +40,8 @@ _NEXT = {
 class Keeper(Protocol):
     """Protocol of an owner that gathers units and serves reads of released parameters: runtime or ``zero.Init``."""
 
+    in_backward: bool
+
     def may_fetch_on_demand(self) -> bool: ...
     def fetch_on_demand(self, unit: "Unit") -> bool: ...
     def need(self, units: Iterable["Unit"]) -> None: ...
@@ -356,9 +358,10 @@ class Unit:
         self.buffer.lent = self.buffer.lent or (lend and not self.may_fetch_on_demand())
 
     def unpin(self) -> None:
-        """Take back one ``pin``; the last one releases an idle unit."""
+        """Take back one ``pin``; the last one releases an idle unit, but none that a running backward may read."""
         self.pins -= 1
-        if self.idle and self.state is UnitState.READY:
+        keeper = self.keeper
+        if self.idle and self.state is UnitState.READY and not (keeper is not None and keeper.in_backward):
             self.release()
 
     def hold_for_backward(self) -> None:

@@ -297,3 +297,90 @@ def _before_the_first_step(stage: int) -> list[str]:
 def test_before_the_first_step_slots_are_set_in_vain_and_gradients_refused(pool2: RankPool, stage: int) -> None:
     for said in pool2.run(_before_the_first_step, stage):
         assert all("UsageError" in text and "layers.1.up.weight' has no gradient" in text for text in said), said
+
+
+class _Sums(torch.optim.SGD):
+    """Keeps something per parameter that is no number of each of its elements, as Adafactor does."""
+
+    def step(self, closure: Any = None) -> Any:
+        """As SGD."""
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p]["sums"] = torch.ones(7)
+        return super().step(closure)
+
+
+def slots_of_another_size(stage: int) -> str:
+    case = case_named("plain")
+    model = case.build()
+    config = make_config(stage, zero=ZERO, optimizer=None)
+    engine = start(model, config, optimizer=_Sums(model.parameters(), lr=0.1))
+    train_step(engine, case, 0)
+    weight = engine.module.head.weight
+    assert safe_get_full_optimizer_state(weight, "sums") is None
+    local = safe_get_local_optimizer_state(weight, "sums")
+    assert local is None or not local.numel(), local  # of a rank that has no part of it
+    safe_set_full_optimizer_state(weight, torch.zeros(weight.shape), "sums")
+    sums = [state["sums"] for state in engine.basic_optimizer.state.values()]
+    assert sums and all(torch.equal(s, torch.ones(7)) for s in sums), "written into"
+    said = outcome(lambda: safe_set_full_optimizer_state(weight, torch.zeros(7), "sums"))
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_slot_that_has_no_number_of_each_element_is_no_slot(pool2: RankPool, stage: int) -> None:
+    """The answer was zeros of the parameter's shape."""
+    for said in pool2.run(slots_of_another_size, stage):
+        assert "UsageError" in said and "(7,)" in said
+
+
+def _collated(samples: list[Any]) -> dict[str, Any]:
+    return {"n": samples}
+
+
+def loaders_of_an_engine() -> dict[str, list[int]]:
+    config = make_config(0, train_micro_batch_size_per_gpu=2)
+    model = nn.Linear(2, 2)
+    engine, _, trained, _ = deepspeed.initialize(
+        model=model, config=config, training_data=range(8), collate_fn=_collated
+    )
+    loaders = {route: engine.deepspeed_io(range(8), route=route) for route in ("eval", "predict")} | {"train": trained}
+    found = {route: [n for batch in loader for n in batch["n"]] for route, loader in loaders.items()}
+    engine.destroy()
+    return found
+
+
+def test_loaders_for_evaluation_have_all_samples_in_order_and_every_one_the_collate_fn(pool2: RankPool) -> None:
+    """They were shuffled and in parts, and torch's own function put batches together."""
+    first, second = pool2.run(loaders_of_an_engine)
+    assert sorted(first.pop("train") + second.pop("train")) == [*range(8)]
+    assert first == second == dict.fromkeys(("eval", "predict"), [*range(8)])
+
+
+class _Saves(nn.Linear):
+    """Has the files besides weights that a model of Transformers has."""
+
+    def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor]) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("{}")
+
+
+def saved_by_one_rank(stage: int, folder: str) -> None:
+    engine = start(_Saves(4, 3), make_config(stage, bf16={"enabled": True}))
+    for step in range(2):
+        engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16) * step).square().mean())
+        engine.step()
+        if dist.get_rank() == 0:
+            engine.save_pretrained(folder)
+            assert engine.save_16bit_model(folder)
+    expected = full_parameters(engine.module)
+    if dist.get_rank() == 0:
+        assert equal(torch.load(Path(folder) / "pytorch_model.bin"), expected)
+        assert {"config.json", "model.safetensors"} <= {path.name for path in Path(folder).iterdir()}
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_one_rank_may_save_weights_that_every_rank_has(pool2: RankPool, tmp_path: Path, stage: int) -> None:
+    """``if rank == 0:`` waited for the other ranks for ever."""
+    pool2.run(saved_by_one_rank, stage, str(tmp_path / "out"), time_limit=30)

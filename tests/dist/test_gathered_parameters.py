@@ -21,7 +21,7 @@ from deepspeed.tools.verify.models import case_named
 from deepspeed.utils import safe_set_full_fp32_param
 from tests.harness.lockstep import TOLERANCE, Lockstep, equal, live_bytes, not_at_rest
 from tests.harness.pool import RankPool
-from tests.harness.training import make_config, outcome, start, train_step
+from tests.harness.training import here, make_config, outcome, start, train_step
 
 pytestmark = pytest.mark.timeout(60)
 ZERO = {"param_persistence_threshold": 0}
@@ -91,6 +91,32 @@ def kept(how: str, born_sharded: bool) -> float:
 @pytest.mark.parametrize("how", TAKEN)
 def test_what_is_taken_inside_keeps_its_values_after_the_exit(pool2: RankPool, how: str, born_sharded: bool) -> None:
     assert max(pool2.run(kept, how, born_sharded)) <= TOLERANCE
+
+
+def evaluated_in_inference_mode(gathers: bool) -> float:
+    """With an alias alive, so that the next gather, which is in inference mode, makes a new buffer."""
+    pair = Lockstep(case_named("plain"), make_config(3, zero=ZERO))
+    pair.step(0)
+    params = list(pair.engine.module.parameters())
+    with gathered(params):
+        kept = [p.detach() for p in params]
+    with torch.inference_mode():
+        pair.engine.eval()
+        if gathers:
+            with gathered(params):
+                kept += [p.detach() for p in params]
+        pair.engine(pair.case.batch(here(0))[0])
+        pair.engine.train()
+    pair.step(1)
+    pair.step(2)
+    assert len(kept) > 0
+    return pair.finish()[0]
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_training_goes_on_after_an_evaluation_in_inference_mode(pool2: RankPool, gathers: bool) -> None:
+    """The buffer became an inference tensor, which no later gather could write to."""
+    assert max(pool2.run(evaluated_in_inference_mode, gathers)) <= TOLERANCE
 
 
 class Exporting(nn.Module):
@@ -192,6 +218,43 @@ def test_an_edit_in_a_read_only_context_is_an_error_on_every_rank(
 ) -> None:
     for said in pool2.run(edited, how, ranks):
         assert "UsageError" in said and f"rank {ranks[0]}" in said and "modifier_rank" in said and "blocks.0" in said
+
+
+def frozen_and_rounded(threshold: int) -> tuple[float, str, str]:
+    """As adapters that are merged for an inference server and unmerged: how far the base moves; what is said; and what
+    of an edit of trained weights.
+    """
+    model = Large()
+    model.blocks[0].requires_grad_(False)
+    engine = start(model, make_config(3, zero={"param_persistence_threshold": threshold}))
+    base = full_parameters(engine.module)["blocks.0.weight"]
+
+    def merged(block: int) -> None:
+        with torch.no_grad(), gathered(list(engine.module.parameters())):
+            weight = engine.module.blocks[block].weight
+            weight.data += 1.0
+            weight.data -= 1.0 + 1e-6
+
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 96)))
+        engine.step()
+        said = outcome(lambda: merged(0))
+    error = float((full_parameters(engine.module)["blocks.0.weight"] - base).abs().max())
+    refused = outcome(lambda: merged(1))
+    assert not_at_rest(engine) == []
+    engine.destroy()
+    return error, said, refused
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("threshold", [0, 10**6])
+def test_adapters_may_be_merged_and_unmerged_in_a_read_only_context(
+    pool1: RankPool, pool2: RankPool, threshold: int, ranks: int
+) -> None:
+    """Their base is frozen, and not bit for bit what it was (this was refused as an edit)."""
+    for error, said, refused in (pool1, pool2)[ranks - 1].run(frozen_and_rounded, threshold):
+        assert said == "" and error <= (0.0 if ranks == 2 and not threshold else 1e-5)
+        assert "UsageError" in refused and "read-only" in refused and "blocks.0" not in refused
 
 
 def no_edits(dtype: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.tools.verify.models import HIDDEN, Case, MicroBatch, ResidualBlock, Stack
@@ -60,6 +61,31 @@ class PinsInside(nn.Linear):
         with deepspeed.zero.GatheredParameters([self.weight]):
             scale = self.weight.detach().abs().mean()
         return x @ turned / (1 + scale)
+
+
+class Recomputed(PinsInside):
+    """Does so again while a backward runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Borrowing(Stack):
+    """Computes with weights of other modules inside the gathering context: with a leaf's and, again in the backward,
+    with those of a block that runs later.
+    """
+
+    def borrow(self, x: Tensor) -> Tensor:
+        norm, up = self.layers[1].norm.weight, self.layers[1].up.weight
+        with deepspeed.zero.GatheredParameters([norm, up], fwd_module=self):
+            return F.linear(x * norm, up).tanh()[..., :HIDDEN]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        with deepspeed.zero.GatheredParameters([self.head.bias], fwd_module=self):
+            x = x * self.head.bias.mean()
+        x = x + self.borrow(x) + checkpoint(self.borrow, x, use_reentrant=False)
+        return self.head(self.trunk(x))
 
 
 class ListsItsOwnWay(nn.Linear):
@@ -181,6 +207,8 @@ def _loss_regularised(model: nn.Module, batch: tuple[Tensor, Tensor], place: Mic
 CASES: dict[str, Case] = {
     "nested": regression(Nested),
     "pinning": regression(partial(_with_middle, PinsInside)),
+    "pinning_recomputed": regression(partial(_with_middle, Recomputed)),
+    "borrowing": regression(Borrowing),
     "lists_its_own_way": regression(partial(_with_middle, ListsItsOwnWay)),
     "outside": regression(Stack, loss=_loss_outside),
     "regulariser": regression(Stack, loss=partial(_loss_regularised, view=False)),
@@ -274,4 +302,11 @@ def test_invariant_i2_gathered_parameters_around_a_whole_iteration(pool2: RankPo
 @pytest.mark.parametrize("stage", STAGES)
 def test_invariant_i2_a_pin_closed_inside_a_forward_leaves_its_users_alone(pool2: RankPool, stage: int) -> None:
     for error, worst in pool2.run(run_case, "pinning", stage):
+        assert error <= TOLERANCE, worst
+
+
+@pytest.mark.parametrize("name", ["borrowing", "pinning_recomputed"])
+def test_invariant_i2_a_backward_has_what_was_read_in_a_context_inside_a_module(pool2: RankPool, name: str) -> None:
+    """Gradients were NaN, or the backward failed."""
+    for error, worst in pool2.run(run_case, name, 3):
         assert error <= TOLERANCE, worst

@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from deepspeed.client.zero.incoming import incoming_of
 from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
+from deepspeed.monitor.log import warning_once
 from deepspeed.zero.module.state import bit_sums, runtime_of, segment_of
 from deepspeed.zero.param import local_of, part_of, point, whole_of
 from deepspeed.zero.unit import Unit
@@ -28,10 +29,11 @@ class GatheredParameters:
     """Gather the full values of the parameters on every rank inside the context; release sharded ones at its end.
 
     ``params``: a parameter, an iterable of them, or a module; ordinary parameters are ignored. ``modifier_rank`` None:
-    read only, an edit (with ``enable_sanity_checks`` any write) is a UsageError on every rank. ``modifier_rank`` r: the
-    values of global rank r at exit win everywhere, masters included. Collective at both ends (a reading one inside a
-    forward, which other ranks may skip, at none, and edits are writes of the forward); when a rank raises inside,
-    nothing is written back and the others raise a UsageError that names it. A step inside shows its new values.
+    read only, an edit (with ``enable_sanity_checks`` any write) is a UsageError on every rank, but one of frozen
+    parameters beside trained ones a warning. ``modifier_rank`` r: the values of global rank r at exit win everywhere,
+    masters included. Collective at both ends (a reading one inside a forward, which other ranks may skip, at none, and
+    edits are writes of the forward); when a rank raises inside, nothing is written back and the others raise a
+    UsageError that names it. A step inside shows its new values.
 
     Aliases of a parameter (``p.detach()``, ``p.data``, ``.cpu()``, ``.numpy()``) taken in a context opened outside a
     forward keep their values after the exit; they cost the memory of the parameter's whole unit until the last alias
@@ -60,7 +62,6 @@ class GatheredParameters:
         self._inside_forward = False
         self._marks: dict[Unit, tuple[int, torch.Tensor]] = {}  # version and sums of the values as a reader got them
         self._writes: dict[nn.Parameter, int] = {}  # torch's count then, with ``enable_sanity_checks``
-        self._saving: saved_tensors_hooks | None = None
         self._whole: set[nn.Parameter] = set()  # that show what tensor-parallel ranks have together
         self._incoming = incoming_of(self._params) if modifier_rank is not None else None
 
@@ -72,6 +73,8 @@ class GatheredParameters:
                 if self._incoming is not None:
                     self._incoming.open(unit)
                 else:
+                    if torch.is_grad_enabled() and not unit.users and runtime_of(unit) is not None:
+                        unit.fetch_on_demand()  # a running module borrows it, whose backward reads it, too
                     unit.pin(lend=True)
                 pinned.callback(unit.unpin)
                 self._units.append(unit)
@@ -87,12 +90,11 @@ class GatheredParameters:
         self._marks = {u: (u.version, bit_sums(u.buffer.full)) for u in marked}
         self._writes = {p: p._version for u in marked if u.facts.sanity_checks for p in u.params}
         # Under such hooks autograd hands custom functions new tensors in place of the parameters they saved; inside a
-        # forward the module's own hooks gather for the backward, so they are not needed there.
+        # forward the hooks of the module that runs gather for the backward, so they are not needed there.
         if torch.is_grad_enabled() and any(
             u.movable and runtime_of(u) is not None and not u.may_fetch_on_demand() for u in self._units
         ):
-            self._saving = saved_tensors_hooks(self._pack, _unpack)
-            self._saving.__enter__()
+            self._pinned.enter_context(saved_tensors_hooks(self._pack, _unpack))
 
     def _await_updates(self, units: list[Unit]) -> None:
         """Wait for pending updates before any rank gathers; raise the error of one rank's update on all."""
@@ -118,9 +120,6 @@ class GatheredParameters:
         return tensor
 
     def __exit__(self, kind: object, raised: BaseException | None, _: object) -> None:
-        if self._saving is not None:
-            self._saving.__exit__(kind, raised, _)
-            self._saving = None
         try:
             if raised is None and not self._inside_forward:
                 for rank, text in self._failures(self._fault()).items():
@@ -155,9 +154,9 @@ class GatheredParameters:
         """Return the error about the parameters as this rank leaves them, or None."""
         # By something else than a step or a context with a modifier rank.
         same = {u: sums for u, (version, sums) in self._marks.items() if u.version == version}
-        edited = [unit.title for unit, sums in same.items() if not torch.equal(bit_sums(unit.buffer.full), sums)]
-        written = [p for u in same for p in u.params if p in self._writes and p._version != self._writes[p]]
-        edited += [f"{segment_of(p).name} (written in place, which enable_sanity_checks forbids)" for p in written]
+        edited = {unit.title: unit for unit, sums in same.items() if not torch.equal(bit_sums(unit.buffer.full), sums)}
+        for unit, param in ((u, p) for u in same for p in u.params if p._version != self._writes.get(p, p._version)):
+            edited[f"{segment_of(param).name} (written in place, which enable_sanity_checks forbids)"] = unit
         for param in self._params:
             unit, segment = param._ds_unit, segment_of(param)  # type: ignore[attr-defined]
             values, inside = local_of(param), unit.view(unit.buffer.full, segment)
@@ -177,13 +176,8 @@ class GatheredParameters:
                 )
             moved = self._modifier is None and values.data_ptr() != inside.data_ptr()
             if moved and not torch.equal(values.to(inside), inside):
-                edited.append(segment.name)
-        if not edited:
-            return None
-        return UsageError(
-            f"the values of {', '.join(edited[:4])} were edited in a read-only context, which reaches neither shards "
-            "nor optimizer. Say whose values count: GatheredParameters(..., modifier_rank=<rank>), or edit a clone"
-        )
+                edited[segment.name] = unit
+        return _said_of(edited)
 
     def _write_back(self, param: nn.Parameter) -> None:
         unit, position, segment = param._ds_unit, param._ds_position, segment_of(param)  # type: ignore[attr-defined]
@@ -213,6 +207,26 @@ def _is_cut(param: nn.Parameter) -> bool:
     """Tell whether the parameter belongs to a model of which this rank holds a part."""
     unit: Unit | None = getattr(param, "_ds_unit", None)
     return unit is not None and (hasattr(param, "ds_id") or unit.mesh.tp.size > 1)
+
+
+def _said_of(edited: dict[str, Unit]) -> UsageError | None:
+    """Return the error about edits, by name; None of frozen units beside trained ones, as adapters are merged there."""
+    names = []
+    for name, unit in edited.items():
+        runtime = runtime_of(unit)
+        if unit.trainable or unit.facts.sanity_checks or runtime is None or runtime.optimizer is None:
+            names.append(name)
+    if len(names) < len(edited):
+        warning_once(
+            "frozen parameters were edited in a read-only GatheredParameters, as adapters do that are merged and "
+            "unmerged: sharded ones are what they were before. Edits that shall stay need a modifier_rank"
+        )
+    if not names:
+        return None
+    return UsageError(
+        f"the values in {', '.join(names[:4])} were edited in a read-only context, which reaches neither shards "
+        "nor optimizer. Say whose values count: GatheredParameters(..., modifier_rank=<rank>), or edit a clone"
+    )
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

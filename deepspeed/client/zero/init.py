@@ -79,6 +79,7 @@ class Init:
     kept_units = 4
     kept_numel = 1 << 24
     building = True  # as long as it keeps units there is no engine
+    in_backward = False
     # The context in force. Construction hooks are global by nature, so there can be one only.
     _active: "Init | None" = None
 

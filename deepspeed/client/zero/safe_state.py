@@ -94,11 +94,10 @@ def _slots(unit: Unit, segment: Segment, key: str, attached: ExitStack, *, write
         lo, hi = max(view.start, segment.offset), min(view.stop, segment.stop)
         if lo < hi:
             slot = attached.enter_context(runtime.attached(view, write=write)).get(key)
-            if isinstance(slot, torch.Tensor):
+            # One of another size, as Adafactor's sums of rows, is no state of each element.
+            if isinstance(slot, torch.Tensor) and slot.numel() == view.stop - view.start:
                 present = True
-                if write or slot.numel() == view.stop - view.start:
-                    flat = slot.reshape(-1)[lo - view.start : hi - view.start]
-                    pieces.append((lo - segment.offset, flat))
+                pieces.append((lo - segment.offset, slot.reshape(-1)[lo - view.start : hi - view.start]))
     return _Opened(unit, segment, StateKind.OPTIM, pieces, present=present)
 
 
@@ -123,7 +122,7 @@ def _set(param: nn.Parameter, key: object, value: torch.Tensor, *, whole: bool) 
             )
         if state is None or not (whole or state.pieces):  # an optimizer before its first step
             return state
-        if whole and state.present is None and tuple(value.shape) != state.segment.whole_shape:
+        if whole and tuple(value.shape) != state.segment.whole_shape:
             name, shape = state.segment.name, state.segment.whole_shape
             raise UsageError(f"parameter {name!r} has shape {shape}; one of shape {tuple(value.shape)} does not fit")
         sizes = [values.numel() for _, values in state.pieces]
