@@ -5,13 +5,19 @@ ordinary error ends it as ever.
 import re
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
-from deepspeed.client.comm.faults import _of_ended
+from deepspeed.client.comm import faults
+from deepspeed.client.comm.faults import _of_ended, _speaks
 from deepspeed.comm.hang.explain import RankReport
 from deepspeed.comm.init import free_port
+from deepspeed.errors import UsageError
 from tests.harness.launched import RUNNER, environment
 from tests.harness.warm import RANKS, Warm
 
@@ -151,3 +157,22 @@ def test_the_error_of_a_rank_that_has_failed_comes_without_advice_about_batches(
     failed, ended = RankReport(1, step=3, error="ValueError: bad"), RankReport(2, step=4, what="its script has ended")
     assert str(_of_ended([failed])) == "rank 1 has ended after 3 updates: ValueError: bad. This rank waits for it"
     assert "as many batches" in str(_of_ended([ended])) and "as many batches" not in str(_of_ended([failed, ended]))
+
+
+def test_a_rank_whose_store_ended_with_the_first_says_its_error_itself_and_at_once() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=3))
+    this = {"is_initialized": True, "get_backend": "gloo", "get_rank": 1}
+    functions = {name: mock.Mock(return_value=value) for name, value in this.items()}
+    with mock.patch.multiple(dist, **functions), mock.patch.object(faults, "_FIRST_S", 0.1):
+        attempts = [mock.Mock(return_value=dist.PrefixStore(f"attempt{i}", store)) for i in range(2)]
+        with mock.patch.object(dist.distributed_c10d, "_get_default_store", attempts[0]):
+            with mock.patch.object(dist, "get_rank", mock.Mock(return_value=0)):
+                assert _speaks(UsageError("of all"))
+            assert not _speaks(UsageError("of all"))
+        with mock.patch.object(dist.distributed_c10d, "_get_default_store", attempts[1]):
+            assert _speaks(UsageError("of all")), "what was said before a launcher started the job anew is no news"
+            del server
+            begun = time.monotonic()
+            assert _speaks(UsageError("later"))
+            assert time.monotonic() - begun < 2

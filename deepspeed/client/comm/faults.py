@@ -12,7 +12,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from deepspeed.comm.channel import GONE, job_channel
+from deepspeed.comm.channel import GONE, Channel
 from deepspeed.comm.collectives import is_of_backend
 from deepspeed.comm.hang.explain import CALLS_OF_ALL, RankReport
 from deepspeed.comm.hang.stacks import origin
@@ -69,14 +69,16 @@ def _speaks(error: BaseException) -> bool:
     if isinstance(error, KeyboardInterrupt):  # a terminal sends it to all, and nobody waits now
         return dist.get_rank() == 0
     key = str(zlib.crc32(str(error).encode()))
-    with contextlib.suppress(*GONE):  # with the first rank, which has spoken then
-        channel = job_channel("deepspeed/said")
+    with contextlib.suppress(*GONE):  # with the first rank, which may have said nothing
+        # Another connection would wait long for a store that is gone; this one is of this attempt of torchrun's alone.
+        channel = Channel(dist.distributed_c10d._get_default_store(), "deepspeed/said")
         if dist.get_rank() == 0:
             channel.put(key)
-            return True
-        if not channel.wait(key, seconds=_FIRST_S):
-            return channel.claim(f"{key}/by", dist.get_rank()) == dist.get_rank()
-    return False
+        elif channel.wait(key, seconds=_FIRST_S):
+            return False
+        else:
+            return bool(channel.claim(f"{key}/by", dist.get_rank()) == dist.get_rank())
+    return True
 
 
 @functools.cache
