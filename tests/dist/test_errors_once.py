@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -13,11 +14,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+import deepspeed
 from deepspeed.client.comm import faults
 from deepspeed.client.comm.faults import _of_ended, _speaks
 from deepspeed.comm.hang.explain import RankReport
 from deepspeed.comm.init import free_port
-from deepspeed.errors import UsageError
+from deepspeed.errors import DeepSpeedConfigError, UsageError
 from tests.harness.launched import RUNNER, environment
 from tests.harness.warm import RANKS, Warm
 
@@ -176,3 +178,24 @@ def test_a_rank_whose_store_ended_with_the_first_says_its_error_itself_and_at_on
             begun = time.monotonic()
             assert _speaks(UsageError("later"))
             assert time.monotonic() - begun < 2
+
+
+def test_an_error_inside_a_users_finally_comes_with_the_one_that_led_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: shown.append("".join(traceback.format_exception(*error))))
+    faults.show_plainly.__wrapped__()
+    (tmp_path / "ds.json").write_text("{")  # in whose reading Python raises an error, too
+    for expected in (["of the user's", "ds.json"], ["ds.json"]):
+        try:
+            try:
+                if len(expected) == 2:
+                    raise ValueError(expected[0])
+            finally:
+                deepspeed.DeepSpeedConfig(str(tmp_path / "ds.json"))
+        except DeepSpeedConfigError as error:
+            assert error.__context__ is not None
+            sys.excepthook(type(error), error, error.__traceback__)
+        raised = re.findall(r"^\S*Error: (.*)", shown.pop(), re.MULTILINE)
+        assert len(raised) == len(expected) and all(map(str.__contains__, raised, expected)), raised

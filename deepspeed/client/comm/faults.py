@@ -42,6 +42,20 @@ def _of_users(trace: TracebackType | None) -> TracebackType | None:
     return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
+def _handled(error: BaseException) -> BaseException | None:
+    """Return what the user's code handled when the call began that raised ``error``, say in a ``finally:``, or None.
+
+    An error that is handled inside a call of this package has not come to a frame of the user's.
+    """
+    context = error.__context__
+    while context is not None:
+        trace = context.__traceback__
+        if trace is not None and origin(trace.tb_frame.f_code.co_filename) == "user":
+            break
+        context = context.__context__
+    return context
+
+
 def _call_of_all(trace: TracebackType | None) -> str:
     """Return the call inside which ``trace`` ends, if it is one of this package that all ranks have to make."""
     codes = (frame.f_code for frame, _ in traceback.walk_tb(trace))
@@ -68,7 +82,7 @@ def _speaks(error: BaseException) -> bool:
         return True
     if isinstance(error, KeyboardInterrupt):  # a terminal sends it to all, and nobody waits now
         return dist.get_rank() == 0
-    key = str(zlib.crc32(str(error).encode()))
+    key = str(zlib.crc32(f"{error} {error.__context__}".encode()))
     with contextlib.suppress(*GONE):  # with the first rank, which may have said nothing
         # Another connection would wait long for a store that is gone; this one is of this attempt of torchrun's alone.
         channel = Channel(dist.distributed_c10d._get_default_store(), "deepspeed/said")
@@ -88,13 +102,14 @@ def show_plainly() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         second = isinstance(error, RankFailedError)  # the launcher has to see that another rank's error says more
-        plain = second or isinstance(error, (*_PLAIN, KeyboardInterrupt))
+        plain, handled = second or isinstance(error, (*_PLAIN, KeyboardInterrupt)), _handled(error)
         if not plain and is_of_backend(error) and (ended := ended_ranks()):
             error, plain = _of_ended(ended, _call_of_all(trace)), True
         if not plain or logger.isEnabledFor(logging.DEBUG):
             previous(kind, error, trace)
             return
-        error.__cause__, error.__suppress_context__ = None, True
+        error.__cause__, error.__context__ = None, handled
+        error.__suppress_context__ = False
         error.with_traceback(_of_users(trace))
         # The launcher need not say it again, unless what ranks write goes to files.
         error.is_shown = not second and "DS_RANK_LOG" not in os.environ  # type: ignore[attr-defined]
