@@ -6,6 +6,7 @@ import os
 import random
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,6 +93,27 @@ def _unreachable() -> str:
 def test_a_group_that_cannot_be_made_names_the_variable_to_set(pool2: RankPool) -> None:
     for text in pool2.run(_unreachable):
         assert "connectFullMesh failed. If" in text and "set GLOO_SOCKET_IFNAME" in text and "'lo7'" in text
+
+
+def _limits(minutes: int) -> set[timedelta]:
+    """How long calls wait in the groups of a mesh, where those of the job wait for ``minutes``."""
+    job = c10d._get_default_group()._get_backend(torch.device("cpu"))
+    before = job.options._timeout
+    c10d._set_pg_timeout(timedelta(minutes=minutes))
+    assert job.options._timeout == timedelta(minutes=minutes)
+    try:
+        mesh = build_mesh("gloo", inner_size=1, reducing=True)
+    finally:
+        c10d._set_pg_timeout(before)
+    limits = {group.pg._get_backend(torch.device("cpu")).options._timeout for group in mesh.made if group.pg}
+    destroy_mesh(mesh)
+    return limits
+
+
+def test_groups_wait_as_long_as_the_user_chose_for_the_job(pool2: RankPool) -> None:
+    assert pool2.run(_limits, 300) == [{timedelta(hours=5)}] * 2
+    assert pool2.run(_limits, 1) == [{timedelta(minutes=1)}] * 2
+    assert pool2.run(_limits, 10) == [{timedelta(minutes=30)}] * 2, "torch's own for gloo, where nobody chose one"
 
 
 def _policies() -> tuple[set[int], set[int], int]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from deepspeed.client.constants import DEFAULT_PROCESS_GROUP_TIMEOUT
 from deepspeed.comm.channel import GONE, Channel
 from deepspeed.comm.collectives import AxisGroup, gather_objects
 from deepspeed.comm.init import naming_threads, take_turns
@@ -104,7 +105,12 @@ def _new_group(name: str, axis: Axis | AxisGroup, backend: str) -> AxisGroup:
     differ, and a name may return after its group was destroyed, with addresses where nobody listens any more.
     """
     ranks, kind, label = list(axis.ranks), dist.Backend(backend), c10d.GroupName(f"{name}/{axis.ranks[0]}")
-    store, limit, world = c10d._get_default_store(), c10d._get_default_timeout(kind), c10d._get_default_group()
+    store, world = c10d._get_default_store(), c10d._get_default_group()
+    limit = DEFAULT_PROCESS_GROUP_TIMEOUT
+    with contextlib.suppress(AttributeError, RuntimeError):  # a backend that does not say
+        limit = world._get_backend(world._device_types[0]).options._timeout
+    if limit == DEFAULT_PROCESS_GROUP_TIMEOUT:  # nobody chose one
+        limit = c10d._get_default_timeout(kind)
     # Were its device known, torch would split the job's communicator, which is a call of all its ranks.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
