@@ -196,7 +196,8 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         if self._tokens is not None:
             divided = self._tokens.weighed(loss, by_caller=not scale_wrt_gas)
         if self.update_metrics.wanted:
-            self.update_metrics.note_loss((loss if self._tokens is None else divided).detach())  # without waiting
+            noted = loss if self._tokens is None else divided
+            self.update_metrics.note_loss(noted.detach(), part=not scale_wrt_gas)  # without waiting
         flushes = self.runtime.flushes
         self._in_engine_backward = True
         try:

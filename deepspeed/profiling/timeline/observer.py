@@ -191,7 +191,8 @@ class Observer:
         """Note the loss: ``backward`` is given one; ``train_batch`` returns one, after the boundary."""
         batch, given = method.__name__ == "train_batch", args[0] if args else kwargs.get("loss")
         if not batch and isinstance(given, torch.Tensor) and given.numel() == 1:
-            self._losses.append(given.detach())
+            part = not kwargs.get("scale_wrt_gas", True)  # of a loss: the caller has divided it
+            self._losses = [sum(self._losses, given.detach())] if part else [*self._losses, given.detach()]
         result = method(*args, **kwargs)
         if batch:
             step, outcome, _, facts = self._waiting[-1]
