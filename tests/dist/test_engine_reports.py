@@ -291,6 +291,25 @@ def test_a_loss_that_the_caller_divides_is_reported_as_the_mean_of_the_update(po
     assert pool1.run(divided_by_the_caller, str(tmp_path)) == [[8.0] * 4]
 
 
+def written_by_one(folder: str, *, on: int) -> list[str]:
+    """The CSV files of a run whose loss is weighed over all ranks, where rank ``on`` alone enables the monitor."""
+    enabled = torch.distributed.get_rank() == on
+    block = {"enabled": enabled, "output_path": folder, "job_name": "run"}
+    engine = start(torch.nn.Linear(4, 1), make_config(1, normalize="tokens", csv_monitor=block))
+    for _ in range(2):
+        loss = engine(torch.ones(1, 4)).sum()
+        engine.set_batch_tokens(4)
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    return sorted(path.name for path in Path(folder).glob("run/*loss*"))
+
+
+def test_the_first_rank_may_have_a_monitor_alone_and_another_rank_none(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(written_by_one, str(tmp_path / "second"), on=1) == [[]] * 2
+    assert "Train_Samples_train_loss.csv" in pool2.run(written_by_one, str(tmp_path / "first"), on=0)[0]
+
+
 def unwritable(folder: str) -> tuple[str, str, bool]:
     """What a folder that cannot be made, and a package that is not there, say; the model stays usable."""
     model = case_named("plain").build()
