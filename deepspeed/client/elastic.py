@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from deepspeed.comm.collectives import merge
+from deepspeed.comm.collectives import gather_objects
 from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import PreemptedExit, UsageError
@@ -169,8 +169,8 @@ class SaveKeeper:
         """Save after an update, if due. Collective. Raise PreemptedExit after a save that a rank was asked for."""
         engine, step = self._engine, int(self._engine.global_steps)
         asked = self._alarm.asked if self._alarm is not None else 0
-        if self._alarm is not None and engine.mesh.job.size > 1:
-            asked = merge([asked], [], engine.mesh.talk)[0][0]
+        if self._alarm is not None:
+            asked = max(gather_objects(asked, engine.mesh.talk))  # which may be on the device alone
         due = self._every > 0 and step % self._every == 0
         if (due or asked) and self._saved != step:
             begun = time.monotonic()
