@@ -184,11 +184,10 @@ def _unit_and_caller() -> str:
 
 
 def _caller() -> str:
-    """Return the name of the innermost running function outside ``deepspeed.comm``."""
-    frame = sys._getframe()
-    while str(frame.f_globals.get("__name__", "")).startswith("deepspeed.comm") and frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_code.co_name
+    """Return the name of the innermost running function outside ``deepspeed.comm`` and this folder."""
+    ours = ("deepspeed.comm", "deepspeed.client.comm")
+    outside = (f for f in outwards(sys._getframe()) if not str(f.f_globals.get("__name__", "")).startswith(ours))
+    return next(outside).f_code.co_name
 
 
 # ``deepspeed.comm.configure`` and ``log_summary`` are functions of the module, without a handle, so the one log they
