@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 import deepspeed
 from deepspeed import comm
 from deepspeed.comm.init import take_turns
-from deepspeed.comm.mesh.groups import _new_group, build_mesh, destroy_mesh
+from deepspeed.comm.mesh.groups import _new_group, build_mesh, destroy_mesh, meet_at_end
 from deepspeed.comm.mesh.topology import Axis
 from deepspeed.errors import UsageError
 from deepspeed.tools.verify.models import case_named
@@ -62,6 +62,26 @@ def _sums(rounds: int) -> list[tuple[float, ...]]:
 def test_shard_groups_inside_a_callers_groups_are_made_by_each_on_its_own_and_again(pool4: RankPool) -> None:
     found = pool4.run(_sums, 3)
     assert found == [[(float(2 * (rank % 2) + 2), float(rank), float(2 * (rank % 2) + 2))] * 3 for rank in range(4)]
+
+
+def _comes_to_the_end() -> tuple[bool, bool]:
+    """Whether this rank is to end its engine with the other of its half, where rank 0 cannot come; whether it did."""
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    rank = dist.get_rank()
+    mesh = build_mesh("gloo", group=halves[rank % 2])
+    comes = rank != 0
+    dist.barrier()
+    if rank % 2:  # the other engine has met by then
+        time.sleep(0.3)
+    together = meet_at_end(mesh, 5.0, comes=comes)
+    destroy_mesh(mesh)
+    dist.destroy_process_group(halves[rank % 2])
+    return rank % 2 == 1, together
+
+
+def test_engines_on_other_ranks_end_without_each_other(pool4: RankPool) -> None:
+    for expected, together in pool4.run(_comes_to_the_end):
+        assert together == expected
 
 
 def _groups_made(divergence: str) -> list[bool]:

@@ -144,9 +144,9 @@ class _Maker:
 
     def __init__(self, backend: str, job: AxisGroup, groups: Sequence[dist.ProcessGroup]) -> None:
         self._backend = backend
-        # A name that no mesh over these ranks has had, the same on all of them.
+        # A name that no mesh over these ranks has had, the same on all of them, and on no rank outside.
         count = c10d._get_default_store().add(f"deepspeed/meshes/{job.ranks[job.index]}", 1)
-        self.name = f"deepspeed/mesh{max(gather_objects(count, job))}"
+        self.name = f"deepspeed/mesh{max(gather_objects(count, job))}/{min(job.ranks)}"
         self.made: list[AxisGroup] = []
         self._over = {tuple(sorted(g.ranks)): g for g in (*(plain_mesh(backend, group=pg).job for pg in groups), job)}
 
