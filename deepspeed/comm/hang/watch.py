@@ -186,6 +186,8 @@ class HangWatch:
         while not self._stopped.wait(self._beat_s):
             try:
                 self._exchange()
+            except dist.DistNetworkError:  # for good: each further call would only have torch print a trace
+                return
             except GONE:
                 continue
             except Exception as error:  # else this rank falls silent, and is ended as one that cannot end by itself
