@@ -439,9 +439,8 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         if self.runtime.depth or self.runtime.in_backward:
             raise UsageError("engine.compile was called inside a forward or backward; call it between two steps")
         graphs = (options.get("options") or {}).get("triton.cudagraphs")
-        if (graphs or options.get("mode") in ("reduce-overhead", "max-autotune")) and any(
-            unit.movable for unit in self.runtime.units
-        ):
+        captures = graphs or options.get("mode") in ("reduce-overhead", "max-autotune")
+        if captures and any(unit.movable for unit in self.runtime.units):
             raise UsageError(
                 f"engine.compile(compile_kwargs={options}) captures CUDA graphs, which need parameters that stay where "
                 "they are, and under this configuration they are sharded or offloaded; use another mode "

@@ -67,9 +67,7 @@ class UpdateMetrics:
             self._of_parts = is_part(kwargs)
 
     def note_loss(self, loss: torch.Tensor, *, part: bool = False) -> None:
-        """Keep the loss of a micro-batch, times its weight if it has one, for the next report; or ``part`` of a loss,
-        which the caller has divided.
-        """
+        """Keep a micro-batch's loss, times its weight if it has one, or ``part`` of one, as divided by the caller."""
         self._losses = [sum(self._losses, loss.float())] if part else [*self._losses, loss.float()]
 
     def _loss(self, engine: Any) -> float | None:

@@ -300,6 +300,7 @@ def _spots(*_: Any, busy: bool, **__: Any) -> Spot:
 
 def test_a_store_that_is_gone_is_not_asked_again() -> None:
     channel = mock.Mock()
+    channel.apart.return_value = channel
     channel.put.side_effect = [None, dist.DistNetworkError("failed to recv, got 0 bytes"), None]
     with (
         mock.patch("deepspeed.comm.hang.watch.job_channel", return_value=channel),

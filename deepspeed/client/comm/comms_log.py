@@ -159,9 +159,8 @@ class _Stragglers:
 
 def _in_common() -> set[tuple[str, int]]:
     """Return the ops and sizes of which every rank has recorded the same number of calls. Collective."""
-    local = {
-        (op, nbytes): row["count"] for op, sizes in LOG.rows(lambda *_: {}).items() for nbytes, row in sizes.items()
-    }
+    rows = LOG.rows(lambda *_: {})
+    local = {(op, nbytes): row["count"] for op, sizes in rows.items() for nbytes, row in sizes.items()}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, local)
     return {key for key, count in local.items() if all(other.get(key) == count for other in gathered)}

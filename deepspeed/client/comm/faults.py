@@ -12,7 +12,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from deepspeed.comm.channel import GONE, Channel
+from deepspeed.comm.channel import GONE, job_channel
 from deepspeed.comm.collectives import is_of_backend
 from deepspeed.comm.hang.explain import CALLS_OF_ALL, RankReport
 from deepspeed.comm.hang.stacks import origin
@@ -43,17 +43,12 @@ def _of_users(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _handled(error: BaseException) -> BaseException | None:
-    """Return what the user's code handled when the call began that raised ``error``, say in a ``finally:``, or None.
-
-    An error that is handled inside a call of this package has not come to a frame of the user's.
-    """
-    context = error.__context__
-    while context is not None:
-        trace = context.__traceback__
-        if trace is not None and origin(trace.tb_frame.f_code.co_filename) == "user":
-            break
-        context = context.__context__
-    return context
+    """Return what the user's code handled when the call began that raised ``error``, say in a ``finally:``, or None."""
+    context = error.__context__  # what is handled inside a call of this package has come to no frame of the user's
+    trace = None if context is None else context.__traceback__
+    if context is None or (trace is not None and origin(trace.tb_frame.f_code.co_filename) == "user"):
+        return context
+    return _handled(context)
 
 
 def _call_of_all(trace: TracebackType | None) -> str:
@@ -84,8 +79,7 @@ def _speaks(error: BaseException) -> bool:
         return dist.get_rank() == 0
     key = str(zlib.crc32(f"{error} {error.__context__}".encode()))
     with contextlib.suppress(*GONE):  # with the first rank, which may have said nothing
-        # Another connection would wait long for a store that is gone; this one is of this attempt of torchrun's alone.
-        channel = Channel(dist.distributed_c10d._get_default_store(), "deepspeed/said")
+        channel = job_channel("deepspeed/said")  # a connection of its own would wait long for a store that is gone
         if dist.get_rank() == 0:
             channel.put(key)
         elif channel.wait(key, seconds=_FIRST_S):
