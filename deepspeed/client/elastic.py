@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from deepspeed.comm.collectives import merge
+from deepspeed.comm.collectives import gather_objects
 from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import PreemptedExit, UsageError
@@ -132,8 +132,7 @@ class Alarm:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _set_wakeup(file: int) -> int:
-    return signal.set_wakeup_fd(file, warn_on_full_buffer=False)
+_set_wakeup = functools.partial(signal.set_wakeup_fd, warn_on_full_buffer=False)
 
 
 def _wakeup() -> int:
@@ -168,9 +167,8 @@ class SaveKeeper:
     def at_boundary(self) -> None:
         """Save after an update, if due. Collective. Raise PreemptedExit after a save that a rank was asked for."""
         engine, step = self._engine, int(self._engine.global_steps)
-        asked = self._alarm.asked if self._alarm is not None else 0
-        if self._alarm is not None and engine.mesh.job.size > 1:
-            asked = merge([asked], [], engine.mesh.talk)[0][0]
+        # The group may be the device's alone.
+        asked = 0 if self._alarm is None else max(gather_objects(self._alarm.asked, engine.mesh.talk))
         due = self._every > 0 and step % self._every == 0
         if (due or asked) and self._saved != step:
             begun = time.monotonic()

@@ -87,11 +87,8 @@ def _value(text: bytes) -> Any:
 
 
 def job_channel(name: str) -> Channel:
-    """Return the channel ``name`` of the job's store, over a connection that no other thread waits on."""
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return Channel(store.clone(), name)  # type: ignore[attr-defined]
+    """Return the channel ``name`` of the default group's store: of one attempt, where a launcher starts a job anew."""
+    return Channel(dist.distributed_c10d._get_default_store(), name)
 
 
 class SteadyClock:

@@ -120,8 +120,7 @@ class Collective(Transfer):
             work.wait()
         then, self._then = self._then, ()
         for call in then:
-            if call is not _nothing:
-                call()
+            call()
         self._buffers = ()
 
     def done(self) -> bool:

@@ -17,7 +17,7 @@ from deepspeed.zero.hooks import inside_backward
 # Blocks and keys that each rank may have for itself: what it logs and watches, and its own memory.
 _OF_A_RANK = {
     *("aio", "comms_logger", "disable_python_gc", "dump_state", "hang_timeout", "log_level", "memory"),
-    *("memory_breakdown", "observe", "steps_per_print", "timers", "wall_clock_breakdown"),
+    *("memory_breakdown", "steps_per_print", "timers", "wall_clock_breakdown"),
     *MonitorConfig.model_fields,
 }
 

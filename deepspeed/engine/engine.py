@@ -199,7 +199,8 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         if self._tokens is not None:
             divided = self._tokens.weighed(loss, by_caller=not scale_wrt_gas)
         if self.update_metrics.wanted:
-            self.update_metrics.note_loss((loss if self._tokens is None else divided).detach())  # without waiting
+            noted = loss if self._tokens is None else divided
+            self.update_metrics.note_loss(noted.detach(), part=not scale_wrt_gas)  # without waiting
         flushes = self.runtime.flushes
         self._in_engine_backward = True
         _running.append((self, scale_wrt_gas))
@@ -452,9 +453,8 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         if self.runtime.depth or self.runtime.in_backward:
             raise UsageError("engine.compile was called inside a forward or backward; call it between two steps")
         graphs = (options.get("options") or {}).get("triton.cudagraphs")
-        if (graphs or options.get("mode") in ("reduce-overhead", "max-autotune")) and any(
-            unit.movable for unit in self.runtime.units
-        ):
+        captures = graphs or options.get("mode") in ("reduce-overhead", "max-autotune")
+        if captures and any(unit.movable for unit in self.runtime.units):
             raise UsageError(
                 f"engine.compile(compile_kwargs={options}) captures CUDA graphs, which need parameters that stay where "
                 "they are, and under this configuration they are sharded or offloaded; use another mode "

@@ -23,7 +23,7 @@ from deepspeed.client.mpu import Ways, ways_of_mesh, ways_of_mpu
 from deepspeed.client.zero.init import restore_init_context, shutdown_init_context
 from deepspeed.client.zero.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from deepspeed.client.zero.optimizer import hold_clipping
-from deepspeed.comm.collectives import failures
+from deepspeed.comm.collectives import failures, gather_objects
 from deepspeed.comm.hang.watch import follow, watched
 from deepspeed.comm.init import init_distributed
 from deepspeed.comm.mesh.groups import Mesh, build_mesh, plain_mesh
@@ -189,6 +189,7 @@ def _assemble(
     hold_settings(lasting, log_level=cfg.log_level, no_collection=cfg.disable_python_gc)
     lasting.callback(hold_clipping().give_back)
     monitor = MonitorMaster(cfg)
+    monitor.enabled = gather_objects(monitor.enabled, job)[0]  # the first rank writes, some of it of all ranks
     lasting.callback(monitor.close)
     _log_notes(cfg)
     if isinstance(model, PipelineModule):

@@ -93,13 +93,14 @@ def _tensorboard(settings: Any, summary: Any) -> Writer:
 
 def _wandb(settings: Any, wandb: Any) -> Writer:
     """Log to a Weights and Biases run in ``project``, of ``team``, part of ``group``; a step's events together."""
+    begun = getattr(wandb, "run", None) is not None  # by the user, who ends it: init() may return that one
     run = wandb.init(project=settings.project, group=settings.group, entity=settings.team)
 
     def write(events: Sequence[Event]) -> None:
         for step in sorted({step for _, _, step in events}):
             run.log({name: value for name, value, at in events if at == step}, step=step)
 
-    return write, run.finish
+    return write, (lambda: None) if begun else run.finish
 
 
 def _comet(settings: Any, comet: Any) -> Writer:

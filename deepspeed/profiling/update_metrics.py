@@ -53,7 +53,7 @@ class UpdateMetrics:
         self.wanted = monitor.enabled or watches
         self.more: Callable[[], Mapping[str, float]] = dict  # further figures; all ranks call it together
         self._tokens, self._of_parts = 0, False
-        self._losses: list[torch.Tensor] = []  # undivided or weighed, of each micro-batch since the last update
+        self._losses: list[torch.Tensor] = []  # undivided or weighed, since the last update
         self._counted_tokens: int | None = None  # of the update that the profile has counted
         self._last_s: float | None = None
         self._listener: Listener | None = None
@@ -66,9 +66,9 @@ class UpdateMetrics:
             self._tokens += tokens_in(inputs, kwargs)
             self._of_parts = is_part(kwargs)
 
-    def note_loss(self, loss: torch.Tensor) -> None:
-        """Keep the loss of a micro-batch, times its weight if it has one, for the next report."""
-        self._losses.append(loss.float())
+    def note_loss(self, loss: torch.Tensor, *, part: bool = False) -> None:
+        """Keep a micro-batch's loss, times its weight if it has one, or ``part`` of one, as divided by the caller."""
+        self._losses = [sum(self._losses, loss.float())] if part else [*self._losses, loss.float()]
 
     def _loss(self, engine: Any) -> float | None:
         """Return the mean loss of the update's micro-batches, None without one; of weighed ones that of all ranks."""

@@ -168,6 +168,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], list[str], type[BaseException]]] = 
         ["different configurations: rank 0 has gradient_clipping 1.0, rank 1 has gradient_clipping 2.0"],
         RuntimeError,
     ),
+    "observed on one rank": (
+        lambda: start(_model(), make_config(0, observe={"run": "/tmp/run"} if dist.get_rank() == 0 else {})),
+        ["different configurations", "rank 1 has observe.run"],
+        RuntimeError,
+    ),
     "different stages": (
         lambda: start(_model(), make_config(1 + dist.get_rank())),
         ["rank 0 has zero_optimization.stage 1, rank 1 has zero_optimization.stage 2"],

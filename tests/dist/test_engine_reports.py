@@ -4,6 +4,7 @@ of means.
 
 import gc
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,45 @@ def test_csv_monitor_writes_one_row_per_update(pool2: RankPool, tmp_path: Path) 
     assert [a + b for a, b in zip(inner, reduced, strict=True)] == pytest.approx(whole)
     noted = [float(row.split(",")[1]) for row in files["Train_Samples_train_loss.csv"].splitlines()[1:]]
     assert noted == pytest.approx([float(loss) for loss in files["losses"].split()], rel=1e-3)
+
+
+def divided_by_the_caller(folder: str) -> list[float]:
+    """The train_loss of updates of four micro-batches of the loss 8, divided by the caller; the last of the record."""
+    blocks = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"}}
+    config = make_config(1, gradient_accumulation_steps=4, observe={"run": f"{folder}/record"}, **blocks)
+    engine = start(torch.nn.Linear(4, 1), config)
+    for _ in range(8):
+        engine.backward((engine(torch.zeros(1, 4)).sum() * 0 + 8.0) / 4, scale_wrt_gas=False)
+        engine.step()
+    engine.destroy()
+    rows = Path(folder, "run", "Train_Samples_train_loss.csv").read_text().splitlines()[1:]
+    (record,) = Path(folder, "record").glob("*.jsonl")
+    recorded = re.findall(r'"loss": ?([0-9.]+)', record.read_text())
+    return [float(row.split(",")[1]) for row in rows] + [float(loss) for loss in recorded]
+
+
+def test_a_loss_that_the_caller_divides_is_reported_as_the_mean_of_the_update(pool1: RankPool, tmp_path: Path) -> None:
+    """As transformers.Trainer divides it."""
+    assert pool1.run(divided_by_the_caller, str(tmp_path)) == [[8.0] * 4]
+
+
+def written_by_one(folder: str, *, on: int) -> list[str]:
+    """The CSV files of a run whose loss is weighed over all ranks, where rank ``on`` alone enables the monitor."""
+    enabled = torch.distributed.get_rank() == on
+    block = {"enabled": enabled, "output_path": folder, "job_name": "run"}
+    engine = start(torch.nn.Linear(4, 1), make_config(1, normalize="tokens", csv_monitor=block))
+    for _ in range(2):
+        loss = engine(torch.ones(1, 4)).sum()
+        engine.set_batch_tokens(4)
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    return sorted(path.name for path in Path(folder).glob("run/*loss*"))
+
+
+def test_the_first_rank_may_have_a_monitor_alone_and_another_rank_none(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(written_by_one, str(tmp_path / "second"), on=1) == [[]] * 2
+    assert "Train_Samples_train_loss.csv" in pool2.run(written_by_one, str(tmp_path / "first"), on=0)[0]
 
 
 def unwritable(folder: str) -> tuple[str, str, bool]:

@@ -5,13 +5,21 @@ ordinary error ends it as ever.
 import re
 import subprocess
 import sys
+import time
+import traceback
+from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
-from deepspeed.client.comm.faults import _of_ended
+import deepspeed
+from deepspeed.client.comm import faults
+from deepspeed.client.comm.faults import _of_ended, _speaks
 from deepspeed.comm.hang.explain import RankReport
 from deepspeed.comm.init import free_port
+from deepspeed.errors import DeepSpeedConfigError, UsageError
 from tests.harness.launched import RUNNER, environment
 from tests.harness.warm import RANKS, Warm
 
@@ -151,3 +159,43 @@ def test_the_error_of_a_rank_that_has_failed_comes_without_advice_about_batches(
     failed, ended = RankReport(1, step=3, error="ValueError: bad"), RankReport(2, step=4, what="its script has ended")
     assert str(_of_ended([failed])) == "rank 1 has ended after 3 updates: ValueError: bad. This rank waits for it"
     assert "as many batches" in str(_of_ended([ended])) and "as many batches" not in str(_of_ended([failed, ended]))
+
+
+def test_a_rank_whose_store_ended_with_the_first_says_its_error_itself_and_at_once() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=3))
+    this = {"is_initialized": True, "get_backend": "gloo", "get_rank": 1}
+    functions = {name: mock.Mock(return_value=value) for name, value in this.items()}
+    with mock.patch.multiple(dist, **functions), mock.patch.object(faults, "_FIRST_S", 0.1):
+        attempts = [mock.Mock(return_value=dist.PrefixStore(f"attempt{i}", store)) for i in range(2)]
+        with mock.patch.object(dist.distributed_c10d, "_get_default_store", attempts[0]):
+            with mock.patch.object(dist, "get_rank", mock.Mock(return_value=0)):
+                assert _speaks(UsageError("of all"))
+            assert not _speaks(UsageError("of all"))
+        with mock.patch.object(dist.distributed_c10d, "_get_default_store", attempts[1]):
+            assert _speaks(UsageError("of all")), "what was said before a launcher started the job anew is no news"
+            del server
+            begun = time.monotonic()
+            assert _speaks(UsageError("later"))
+            assert time.monotonic() - begun < 2
+
+
+def test_an_error_inside_a_users_finally_comes_with_the_one_that_led_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: shown.append("".join(traceback.format_exception(*error))))
+    faults.show_plainly.__wrapped__()
+    (tmp_path / "ds.json").write_text("{")  # in whose reading Python raises an error, too
+    for expected in (["of the user's", "ds.json"], ["ds.json"]):
+        try:
+            try:
+                if len(expected) == 2:
+                    raise ValueError(expected[0])
+            finally:
+                deepspeed.DeepSpeedConfig(str(tmp_path / "ds.json"))
+        except DeepSpeedConfigError as error:
+            assert error.__context__ is not None
+            sys.excepthook(type(error), error, error.__traceback__)
+        raised = re.findall(r"^\S*Error: (.*)", shown.pop(), re.MULTILINE)
+        assert len(raised) == len(expected) and all(map(str.__contains__, raised, expected)), raised

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import deepspeed
 from deepspeed.client.comm import comms_log
 from deepspeed.monitor.log import warning_once
 from deepspeed.monitor.monitor import MonitorMaster, prometheus_name
@@ -341,6 +342,19 @@ def test_a_pipeline_reports_its_evaluation(pool2: RankPool, tmp_path: Path) -> N
     first, _ = pool2.run(evaluated, str(tmp_path))
     found = dict(first)
     assert found["Train/Samples/eval_loss"] == found["loss"] and "Train/Samples/grad_norm" in found
+
+
+def caller_of_a_call() -> list[str]:
+    try:
+        deepspeed.comm.configure(enabled=True, debug=True)
+        deepspeed.comm.all_reduce(torch.ones(4))
+        return comms_log.LOG.ops()
+    finally:
+        comms_log.LOG.__init__()  # type: ignore[misc]
+
+
+def test_the_log_names_the_function_that_called_a_collective(pool1: RankPool) -> None:
+    assert pool1.run(caller_of_a_call) == [["all_reduce | [Caller Func: caller_of_a_call]"]]
 
 
 def units_of_calls() -> list[str]:

@@ -6,6 +6,7 @@ import os
 import random
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 import deepspeed
 from deepspeed import comm
 from deepspeed.comm.init import take_turns
-from deepspeed.comm.mesh.groups import _new_group, build_mesh, destroy_mesh
+from deepspeed.comm.mesh.groups import _new_group, build_mesh, destroy_mesh, meet_at_end
 from deepspeed.comm.mesh.topology import Axis
 from deepspeed.errors import UsageError
 from deepspeed.tools.verify.models import case_named
@@ -63,6 +64,26 @@ def test_shard_groups_inside_a_callers_groups_are_made_by_each_on_its_own_and_ag
     assert found == [[(float(2 * (rank % 2) + 2), float(rank), float(2 * (rank % 2) + 2))] * 3 for rank in range(4)]
 
 
+def _comes_to_the_end() -> tuple[bool, bool]:
+    """Whether this rank is to end its engine with the other of its half, where rank 0 cannot come; whether it did."""
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    rank = dist.get_rank()
+    mesh = build_mesh("gloo", group=halves[rank % 2])
+    comes = rank != 0
+    dist.barrier()
+    if rank % 2:  # the other engine has met by then
+        time.sleep(0.3)
+    together = meet_at_end(mesh, 5.0, comes=comes)
+    destroy_mesh(mesh)
+    dist.destroy_process_group(halves[rank % 2])
+    return rank % 2 == 1, together
+
+
+def test_engines_on_other_ranks_end_without_each_other(pool4: RankPool) -> None:
+    for expected, together in pool4.run(_comes_to_the_end):
+        assert together == expected
+
+
 def _groups_made(divergence: str) -> list[bool]:
     case = case_named("plain")
     engine = start(case.build(), make_config(3, zero={"divergence": divergence}))
@@ -92,6 +113,27 @@ def _unreachable() -> str:
 def test_a_group_that_cannot_be_made_names_the_variable_to_set(pool2: RankPool) -> None:
     for text in pool2.run(_unreachable):
         assert "connectFullMesh failed. If" in text and "set GLOO_SOCKET_IFNAME" in text and "'lo7'" in text
+
+
+def _limits(minutes: int) -> set[timedelta]:
+    """How long calls wait in the groups of a mesh, where those of the job wait for ``minutes``."""
+    job = c10d._get_default_group()._get_backend(torch.device("cpu"))
+    before = job.options._timeout
+    c10d._set_pg_timeout(timedelta(minutes=minutes))
+    assert job.options._timeout == timedelta(minutes=minutes)
+    try:
+        mesh = build_mesh("gloo", inner_size=1, reducing=True)
+    finally:
+        c10d._set_pg_timeout(before)
+    limits = {group.pg._get_backend(torch.device("cpu")).options._timeout for group in mesh.made if group.pg}
+    destroy_mesh(mesh)
+    return limits
+
+
+def test_groups_wait_as_long_as_the_user_chose_for_the_job(pool2: RankPool) -> None:
+    assert pool2.run(_limits, 300) == [{timedelta(hours=5)}] * 2
+    assert pool2.run(_limits, 1) == [{timedelta(minutes=1)}] * 2
+    assert pool2.run(_limits, 10) == [{timedelta(minutes=30)}] * 2, "torch's own for gloo, where nobody chose one"
 
 
 def _policies() -> tuple[set[int], set[int], int]:

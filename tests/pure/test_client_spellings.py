@@ -1,7 +1,9 @@
 """What programs written for DeepSpeed spell, ask and import: the same here, or refused with a sentence."""
 
 import importlib
+import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -194,6 +196,16 @@ def test_each_monitor_is_made_of_its_own_block(module: str, name: str, block: st
         assert not monitor.enabled and isinstance(monitor, MonitorMaster)
         assert all(getattr(monitor, key) == given.get(key, getattr(defaults, key)) for key in keys)
         monitor.write_events([("Train/loss", 0.5, 3)])
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_run_that_the_user_began_goes_on_after_the_engine(monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
+    run = mock.Mock()
+    monkeypatch.setitem(sys.modules, "wandb", mock.Mock(run=run if begun else None, init=mock.Mock(return_value=run)))
+    monitor = MonitorMaster(deepspeed.DeepSpeedConfig({"train_batch_size": 1, "wandb": {"enabled": True}}))
+    monitor.write_events([("Train/loss", 0.5, 3)])
+    monitor.close()
+    assert run.log.called and run.finish.called is not begun
 
 
 def test_the_log_of_collectives_can_be_started_stopped_and_asked() -> None:

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from deepspeed.accelerator.device import Accelerator, NullEvent, set_accelerator
 from deepspeed.comm.hang.explain import LEFT, RAISED, RUNS, SILENT, RankReport, explain
@@ -295,6 +296,21 @@ def test_a_collective_is_under_way_until_the_device_has_done_it(late: Any) -> No
 
 def _spots(*_: Any, busy: bool, **__: Any) -> Spot:
     return Spot(COLLECTIVE, "sums.tolist()") if busy else Spot()
+
+
+def test_a_store_that_is_gone_is_not_asked_again() -> None:
+    channel = mock.Mock()
+    channel.apart.return_value = channel
+    channel.put.side_effect = [None, dist.DistNetworkError("failed to recv, got 0 bytes"), None]
+    with (
+        mock.patch("deepspeed.comm.hang.watch.job_channel", return_value=channel),
+        mock.patch("deepspeed.comm.hang.watch.dist.get_rank", lambda: 1),
+        mock.patch("deepspeed.comm.hang.watch.dist.get_world_size", lambda: 2),
+    ):
+        watch = HangWatch(0.1, "test")
+    watch._pulse()
+    watch._talk()  # ends
+    assert channel.put.call_count == 2 and not watch.ended
 
 
 def test_the_report_names_the_collective_that_the_device_is_in(late: Any) -> None:

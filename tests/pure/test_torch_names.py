@@ -96,6 +96,8 @@ PRIVATE_OF_OBJECTS = {
     "Tensor._backward_hooks": "sequence/tiling/tiles.py tools/verify/teardown.py",
     "Tensor._cdata": "tools/simulate/stores.py tools/verify/teardown.py zero/param.py",
     "Storage._checkpoint_offset": "checkpoint/foreign/weights.py",
+    "ProcessGroup._device_types": "comm/mesh/groups.py",
+    "ProcessGroup._get_backend": "comm/mesh/groups.py",
     "ProcessGroup._get_sequence_number_for_group": "comm/collectives.py comm/hang/ledger.py",
     "Module._load_from_state_dict": "client/zero/incoming.py",
     "Module._load_state_dict_pre_hooks": "client/zero/incoming.py",

@@ -159,9 +159,8 @@ class _Stragglers:
 
 def _in_common() -> set[tuple[str, int]]:
     """Return the ops and sizes of which every rank has recorded the same number of calls. Collective."""
-    local = {
-        (op, nbytes): row["count"] for op, sizes in LOG.rows(lambda *_: {}).items() for nbytes, row in sizes.items()
-    }
+    rows = LOG.rows(lambda *_: {})
+    local = {(op, nbytes): row["count"] for op, sizes in rows.items() for nbytes, row in sizes.items()}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, local)
     return {key for key, count in local.items() if all(other.get(key) == count for other in gathered)}
@@ -184,11 +183,10 @@ def _unit_and_caller() -> str:
 
 
 def _caller() -> str:
-    """Return the name of the innermost running function outside ``deepspeed.comm``."""
-    frame = sys._getframe()
-    while str(frame.f_globals.get("__name__", "")).startswith("deepspeed.comm") and frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_code.co_name
+    """Return the name of the innermost running function outside ``deepspeed.comm`` and this folder."""
+    ours = ("deepspeed.comm", "deepspeed.client.comm")
+    outside = (f for f in outwards(sys._getframe()) if not str(f.f_globals.get("__name__", "")).startswith(ours))
+    return next(outside).f_code.co_name
 
 
 # ``deepspeed.comm.configure`` and ``log_summary`` are functions of the module, without a handle, so the one log they

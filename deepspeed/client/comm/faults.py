@@ -42,6 +42,15 @@ def _of_users(trace: TracebackType | None) -> TracebackType | None:
     return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
+def _handled(error: BaseException) -> BaseException | None:
+    """Return what the user's code handled when the call began that raised ``error``, say in a ``finally:``, or None."""
+    context = error.__context__  # what is handled inside a call of this package has come to no frame of the user's
+    trace = None if context is None else context.__traceback__
+    if context is None or (trace is not None and origin(trace.tb_frame.f_code.co_filename) == "user"):
+        return context
+    return _handled(context)
+
+
 def _call_of_all(trace: TracebackType | None) -> str:
     """Return the call inside which ``trace`` ends, if it is one of this package that all ranks have to make."""
     codes = (frame.f_code for frame, _ in traceback.walk_tb(trace))
@@ -68,15 +77,16 @@ def _speaks(error: BaseException) -> bool:
         return True
     if isinstance(error, KeyboardInterrupt):  # a terminal sends it to all, and nobody waits now
         return dist.get_rank() == 0
-    key = str(zlib.crc32(str(error).encode()))
-    with contextlib.suppress(*GONE):  # with the first rank, which has spoken then
-        channel = job_channel("deepspeed/said")
+    key = str(zlib.crc32(f"{error} {error.__context__}".encode()))
+    with contextlib.suppress(*GONE):  # with the first rank, which may have said nothing
+        channel = job_channel("deepspeed/said")  # a connection of its own would wait long for a store that is gone
         if dist.get_rank() == 0:
             channel.put(key)
-            return True
-        if not channel.wait(key, seconds=_FIRST_S):
-            return channel.claim(f"{key}/by", dist.get_rank()) == dist.get_rank()
-    return False
+        elif channel.wait(key, seconds=_FIRST_S):
+            return False
+        else:
+            return bool(channel.claim(f"{key}/by", dist.get_rank()) == dist.get_rank())
+    return True
 
 
 @functools.cache
@@ -86,13 +96,14 @@ def show_plainly() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         second = isinstance(error, RankFailedError)  # the launcher has to see that another rank's error says more
-        plain = second or isinstance(error, (*_PLAIN, KeyboardInterrupt))
+        plain, handled = second or isinstance(error, (*_PLAIN, KeyboardInterrupt)), _handled(error)
         if not plain and is_of_backend(error) and (ended := ended_ranks()):
             error, plain = _of_ended(ended, _call_of_all(trace)), True
         if not plain or logger.isEnabledFor(logging.DEBUG):
             previous(kind, error, trace)
             return
-        error.__cause__, error.__suppress_context__ = None, True
+        error.__cause__, error.__context__ = None, handled
+        error.__suppress_context__ = False
         error.with_traceback(_of_users(trace))
         # The launcher need not say it again, unless what ranks write goes to files.
         error.is_shown = not second and "DS_RANK_LOG" not in os.environ  # type: ignore[attr-defined]

@@ -80,7 +80,7 @@ class HangWatch:
         often = _BEAT_S if self.ends else _NOTICE_BEAT_S
         self._beat_s = min(self._first_s / 10, often * (1 + (self._size > _MANY_RANKS)))
         self._alone_s = _ALONE_S if self.ends else 10 * self._beat_s  # a busy machine needs some for one exchange
-        self._channel, self.ledger = job_channel(name), Ledger()
+        self._channel, self.ledger = job_channel(name).apart(), Ledger()
         self._thread, self._host = threading.get_ident(), socket.gethostname()
         self._engine: Callable[[], Any] = lambda: None
         self._stopped = threading.Event()
@@ -186,6 +186,8 @@ class HangWatch:
         while not self._stopped.wait(self._beat_s):
             try:
                 self._exchange()
+            except dist.DistNetworkError:  # for good: each further call would only have torch print a trace
+                return
             except GONE:
                 continue
             except Exception as error:  # else this rank falls silent, and is ended as one that cannot end by itself
@@ -363,8 +365,7 @@ class HangWatch:
     def _say(self, text: str) -> None:
         """Write ``text`` to standard error and to the launcher, which shows it again after all else."""
         self._last_words.acquire()  # for good: the other thread could write over what the launcher reads
-        watchdog = threading.Thread(target=_end_soon, name=f"{WATCHERS}-end", daemon=True)
-        watchdog.start()  # a hook of the user's may wait for what never comes
+        threading.Thread(target=_end_soon, name=f"{WATCHERS}-end", daemon=True).start()  # a user's hook may wait
         error = JobHungError(text)
         sys.excepthook(JobHungError, error, None)
 
@@ -444,8 +445,7 @@ def watch(configured: float | None = None) -> HangWatch | None:
         if living.ends or limit_s is None:
             return living
         living.stop("a watch that ends the job takes its place")
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    begun = HangWatch(limit_s, f"deepspeed/hang/{attempt}/{len(_WATCHES)}", notice_s)
+    begun = HangWatch(limit_s, f"deepspeed/hang/{len(_WATCHES)}", notice_s)
     _WATCHES.append(begun)
     begun.start()
     atexit.register(begun.stop)

@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from deepspeed.comm.channel import GONE, Channel
+from deepspeed.client.constants import DEFAULT_PROCESS_GROUP_TIMEOUT
+from deepspeed.comm.channel import GONE, job_channel
 from deepspeed.comm.collectives import AxisGroup, gather_objects
 from deepspeed.comm.init import naming_threads, take_turns
 from deepspeed.comm.mesh.topology import Axis, Topology, dense_topology, expert_topology, shard_axes
@@ -104,7 +105,11 @@ def _new_group(name: str, axis: Axis | AxisGroup, backend: str) -> AxisGroup:
     differ, and a name may return after its group was destroyed, with addresses where nobody listens any more.
     """
     ranks, kind, label = list(axis.ranks), dist.Backend(backend), c10d.GroupName(f"{name}/{axis.ranks[0]}")
-    store, limit, world = c10d._get_default_store(), c10d._get_default_timeout(kind), c10d._get_default_group()
+    store, world = c10d._get_default_store(), c10d._get_default_group()
+    limit = c10d._get_default_timeout(kind)
+    with contextlib.suppress(AttributeError, RuntimeError):  # a backend that does not say
+        chosen = world._get_backend(world._device_types[0]).options._timeout
+        limit = limit if chosen == DEFAULT_PROCESS_GROUP_TIMEOUT else chosen  # the default: by nobody
     # Were its device known, torch would split the job's communicator, which is a call of all its ranks.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
@@ -138,9 +143,9 @@ class _Maker:
 
     def __init__(self, backend: str, job: AxisGroup, groups: Sequence[dist.ProcessGroup]) -> None:
         self._backend = backend
-        # A name that no mesh over these ranks has had, the same on all of them.
+        # A name that no mesh over these ranks has had, the same on all of them, and on no rank outside.
         count = c10d._get_default_store().add(f"deepspeed/meshes/{job.ranks[job.index]}", 1)
-        self.name = f"deepspeed/mesh{max(gather_objects(count, job))}"
+        self.name = f"deepspeed/mesh{max(gather_objects(count, job))}/{min(job.ranks)}"
         self.made: list[AxisGroup] = []
         self._over = {tuple(sorted(g.ranks)): g for g in (*(plain_mesh(backend, group=pg).job for pg in groups), job)}
 
@@ -231,10 +236,6 @@ def with_experts(mesh: Mesh, ep: int) -> tuple[Mesh, Mesh]:
     return replace(mesh, experts=(*mesh.experts, parts)), theirs
 
 
-def _channel(mesh: Mesh, name: str) -> Channel:
-    return Channel(c10d._get_default_store(), f"{mesh.name}/{name}")
-
-
 def meet_at_end(mesh: Mesh, limit_s: float = 60.0, *, comes: bool = True) -> bool:
     """Return whether all ranks end their engine together: the same answer on all of them, within ``limit_s`` seconds.
 
@@ -244,12 +245,11 @@ def meet_at_end(mesh: Mesh, limit_s: float = 60.0, *, comes: bool = True) -> boo
     if mesh.job.size == 1 or mesh.job.alike:
         return True
     try:
-        channel = _channel(mesh, "end")
-        if comes and channel.add("ranks", 1) == mesh.job.size:
-            channel.claim("end", "together")
-        if comes:
+        channel = job_channel(f"{mesh.name}/end")
+        last = comes and channel.add("ranks", 1) == mesh.job.size
+        if comes and not last:
             channel.wait("end", seconds=limit_s)
-        return bool(channel.claim("end", "apart") == "together")
+        return bool(channel.claim("end", "together" if last else "apart") == "together")
     except GONE:  # or the default group was destroyed
         return False
 
@@ -264,7 +264,7 @@ def leave_note(
     if group.size == 1 or group.alike:
         return {}
     with contextlib.suppress(*GONE):
-        channel = _channel(mesh, about)
+        channel = job_channel(f"{mesh.name}/{about}")
         if text:
             channel.put(f"rank/{group.ranks[group.index]}", text)
         channel.wait(*(f"rank/{rank}" for rank in group.ranks), seconds=wait_s)
@@ -276,7 +276,7 @@ def drop_note(mesh: Mesh) -> None:
     """Take back the note that ``leave_note`` left: the others know."""
     with contextlib.suppress(*GONE):
         if not mesh.zero.alike:
-            _channel(mesh, "failed").drop(f"rank/{mesh.zero.ranks[mesh.zero.index]}")
+            job_channel(f"{mesh.name}/failed").drop(f"rank/{mesh.zero.ranks[mesh.zero.index]}")
 
 
 def destroy_mesh(mesh: Mesh, *, keep_axes: bool = False) -> None:

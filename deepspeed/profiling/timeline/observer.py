@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.accelerator.device import NullEvent, get_accelerator
+from deepspeed.accelerator.device import get_accelerator
 from deepspeed.comm.channel import job_channel
 from deepspeed.comm.collectives import failures
 from deepspeed.errors import UsageError
@@ -38,14 +38,10 @@ class LateMean:
     """Mean of losses, which the program need not wait for."""
 
     def __init__(self, losses: list[torch.Tensor]) -> None:
-        self._event: Any = NullEvent()
-        if all(loss.device.type == "cpu" for loss in losses):
-            self._value: Any = sum(map(float, losses)) / len(losses)
-            return
         mean = torch.stack([loss.float().reshape(()) for loss in losses]).mean()
-        self._value = torch.empty_like(mean, device="cpu", pin_memory=mean.device.type != "cpu")
+        self._value: Any = torch.empty_like(mean, device="cpu", pin_memory=mean.device.type != "cpu")
         self._value.copy_(mean, non_blocking=True)
-        self._event = get_accelerator().Event()
+        self._event: Any = get_accelerator().Event()
         self._event.record()
 
     def known(self) -> bool:
@@ -53,8 +49,7 @@ class LateMean:
         return bool(self._event.query())
 
     def read(self) -> float:
-        if not self._event.query():
-            self._event.synchronize()
+        self._event.synchronize()
         return float(self._value)
 
 
@@ -126,7 +121,7 @@ class Observer:
         engine, mesh, put = self._engine, self._mesh, self._wraps.put
         alone = mesh.job.size == 1 or mesh.job.alike
         self._board = Board(
-            None if alone else job_channel(f"{mesh.name}/pace"),
+            None if alone else job_channel(f"{mesh.name}/pace").apart(),
             rank=mesh.job.index,
             ranks=1 if alone else mesh.job.size,
             file=file,
@@ -191,7 +186,8 @@ class Observer:
         """Note the loss: ``backward`` is given one; ``train_batch`` returns one, after the boundary."""
         batch, given = method.__name__ == "train_batch", args[0] if args else kwargs.get("loss")
         if not batch and isinstance(given, torch.Tensor) and given.numel() == 1:
-            self._losses.append(given.detach())
+            part = not kwargs.get("scale_wrt_gas", True)  # of a loss: the caller has divided it
+            self._losses = [sum(self._losses, given.detach())] if part else [*self._losses, given.detach()]
         result = method(*args, **kwargs)
         if batch:
             step, outcome, _, facts = self._waiting[-1]
@@ -302,10 +298,9 @@ class Observer:
         while board is not None and board.slow:
             slow = board.slow.popleft()
             if engine.monitor.enabled:
-                values = {"slow_rank": slow.pace.rank, "slow_rank_times_median": slow.times}
-                engine.monitor.write_events(
-                    [(f"Train/Samples/{name}", float(value), engine.global_samples) for name, value in values.items()]
-                )
+                pairs = (("slow_rank", slow.pace.rank), ("slow_rank_times_median", slow.times))
+                events = [(f"Train/Samples/{name}", float(value), engine.global_samples) for name, value in pairs]
+                engine.monitor.write_events(events)
 
     # -- the trace --------------------------------------------------------------------------------------------------
     def _open_window(self) -> None:
