@@ -68,7 +68,8 @@ class PlainPipeline(PipelineModule):
     _path: str
     _first: tuple[str, ...]
     _model: Any
-    _tied: dict[str, tuple[int, int]]
+    _tied: dict[str, tuple[int, ...]]
+    _around: list[nn.Parameter]
     _ends: tuple[list[nn.Module], list[nn.Module]]
     _configs: list[Any]  # with the kind of each block
 
@@ -90,6 +91,8 @@ class PlainPipeline(PipelineModule):
         """Take the model apart."""
         model = self._model
         self.__dict__.update(_list=recursive_getattr(model, self._path))
+        if isinstance(self.loss_fn, nn.Module):
+            model.loss_fn = self.loss_fn  # a child, as those of the model replace ours
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         local = {i for i, rank in self._layer_homes() if rank == self.rank_of_pipe}
         for index in [i for i in self._whole if i not in local]:
@@ -99,20 +102,26 @@ class PlainPipeline(PipelineModule):
         outside = [
             (n, m) for n, m in model.named_modules() if any(id(p) not in inside for p in m.parameters(recurse=False))
         ]
+        # A module around the blocks runs before and behind them: its own parameters are on every stage.
+        around = [(n, m) for n, m in outside if self._path.startswith(f"{n}." if n else "")]
+        outside = [one for one in outside if one not in around]
         before = [(n, m) for n, m in outside if isinstance(m, nn.Embedding) or n in self._first]
-        after = [(n, m) for n, m in outside if (n, m) not in before]
+        after = [one for one in outside if one not in before]
+        self._around = [p for _, m in around for p in m.parameters(recurse=False)]
         early = {id(p) for _, m in before for p in m.parameters(recurse=False)}
         late = {id(p) for _, m in after for p in m.parameters(recurse=False)}
-        self._tied = {n: (self.homes[0], self.homes[-1]) for n, p in model.named_parameters() if id(p) in early & late}
+        ends, everywhere = early & late, {id(p) for p in self._around}
+        homes = {**dict.fromkeys(ends, (self.homes[0], self.homes[-1])), **dict.fromkeys(everywhere, self.homes)}
+        self._tied = {n: homes[id(p)] for n, p in model.named_parameters() if id(p) in homes}
         if self.rank_of_pipe != self.homes[-1]:
             for name, _ in after:
                 recursive_setattr(model, name, _Absent())
         for _, module in before if self.rank_of_pipe != self.homes[0] else ():
             for name, param in list(module._parameters.items()):
-                if not (self.rank_of_pipe == self.homes[-1] and id(param) in early & late):
+                if not (self.rank_of_pipe == self.homes[-1] and id(param) in ends):
                     module._parameters[name] = None
             module.forward = _shape_of(module, next(self._whole[min(local)].parameters()))
-        self._ends = [m for _, m in (before if self.rank_of_pipe == self.homes[0] else [])], [m for _, m in after]
+        self._ends = [m for _, m in before], [m for _, m in after]
         configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
         self._configs = [config for config in configs if len(vars(config).get("layer_types") or ()) == len(self._specs)]
         if hasattr(getattr(model, "config", None), "use_cache"):
@@ -180,15 +189,15 @@ class PlainPipeline(PipelineModule):
         return super().loss(output, batch)
 
     def params_of(self, chunk: int) -> list[nn.Parameter]:
-        """Return the parameters of the blocks, and of what runs before the first and behind the last."""
+        """Return the parameters around the blocks, of these, and of what runs before the first and behind the last."""
         before, after = self._ends
         modules = [self._whole[i] for i in range(self.boundaries[chunk], self.boundaries[chunk + 1])]
         modules += before if chunk == 0 else []
         modules += after if chunk + 1 == len(self.homes) else []
-        return list(dict.fromkeys(p for m in modules for p in m.parameters()))
+        return list(dict.fromkeys([*self._around, *(p for m in modules for p in m.parameters())]))
 
     def tied_homes(self) -> dict[str, tuple[int, ...]]:
-        return {n: tuple(sorted(set(homes))) for n, homes in self._tied.items() if len(set(homes)) > 1}
+        return {f"{n}.": tuple(sorted(set(homes))) for n, homes in self._tied.items() if len(set(homes)) > 1}
 
     def place(self, chunk: int, *, backward: bool) -> str:
         return f"blocks {self.boundaries[chunk]}-{self.boundaries[chunk + 1] - 1} of {self._path}"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.pipe import cut_model
+from deepspeed.pipe import PipelineModule, cut_model
 from tests.harness import pipes
 from tests.harness.pool import RankPool
 from tests.harness.training import outcome
@@ -134,6 +134,58 @@ def test_blocks_that_are_recomputed_are_given_what_their_forward_was(
 ) -> None:
     """The first block of a chunk is given what the stage before has sent, in its recomputation too."""
     assert max(pool2.run(_recomputed, schedule, chunks)) <= 1e-6
+
+
+class Scaled(nn.Module):
+    """A parameter of the model's own before and behind its blocks, and another name that begins as its name does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(pipes.VOCABULARY, pipes.WIDTH), pipes.Head(2)
+        self.blocks = nn.ModuleList(pipes.Block(seed) for seed in range(4))
+        self.scale, self.scale_more = nn.Parameter(torch.linspace(0.5, 1, pipes.WIDTH)), nn.LayerNorm(pipes.WIDTH)
+        with torch.no_grad():
+            self.embed.weight.copy_(pipes.Embed(1).weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens) * self.scale
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.scale_more(hidden) * self.scale)
+
+
+class Tempered(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, output: Tensor, labels: Tensor) -> Tensor:
+        return pipes.cross_entropy(output / self.temperature, labels)
+
+
+def _on_all_stages(level: int, schedule: str, *, cut: bool) -> tuple[float, list[str]]:
+    plain: nn.Module = Scaled() if cut else pipes.Plain(pipes.layers())
+    plain.loss_fn = Tempered()
+    wanted = pipes.plain_run(plain, loss_fn=plain.loss_fn)
+    loss = Tempered()
+    module = cut_model(Scaled(), 2, loss_fn=loss) if cut else PipelineModule(pipes.layers(), 2, loss_fn=loss)
+    engine = pipes.start(module, pipes.config(level, 4, pipeline={"schedule": schedule}))
+    run = pipes.trained(engine, pipes.batches(0, micros=4))
+    return pipes.worst(run, wanted), sorted(run[2])
+
+
+@pytest.mark.in_make_test("3-zero_bubble-True", "3-zero_bubble-False")
+@pytest.mark.parametrize(
+    ("level", "schedule", "cut"), [(0, "1f1b", True), (3, "zero_bubble", True), (3, "zero_bubble", False)]
+)
+def test_a_parameter_that_all_stages_hold_is_one(pool2: RankPool, level: int, schedule: str, *, cut: bool) -> None:
+    """One of the outermost model, or of the loss: the first stage saves it, whichever has trained it."""
+    errors, names = zip(*pool2.run(_on_all_stages, level, schedule, cut=cut), strict=True)
+    assert max(errors) <= 1e-6
+    on_all = {"scale"} if cut else {"loss_fn.temperature", "tied_modules.embed.weight"}
+    assert set(names[0]) & set(names[1]) == on_all
 
 
 def _sixteen_bits() -> list[torch.dtype]:
