@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from deepspeed.accelerator.device import get_accelerator
-from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.collectives import AxisGroup, gather_objects
 from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.errors import UsageError
 from deepspeed.tensor.differentiable import cut_parts, enter_parts, join_parts, sum_parts
@@ -40,6 +40,11 @@ class RandomStates(NamedTuple):
         torch.set_rng_state(self.host)
         if self.device is not None:
             get_accelerator().set_rng_state(self.device)
+
+    @classmethod
+    def agree(cls, group: AxisGroup) -> None:
+        """Set the generators of all ranks of ``group`` as the first's. Collective."""
+        gather_objects(cls.now(), group)[0].set()
 
 
 class SharedInput:
