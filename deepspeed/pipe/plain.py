@@ -127,6 +127,11 @@ class PlainPipeline(PipelineModule):
         if hasattr(getattr(model, "config", None), "use_cache"):
             model.config.use_cache = False
 
+    def train(self, mode: bool = True) -> "PlainPipeline":  # noqa: FBT001, FBT002 - as torch calls it
+        """Set the mode of the model, too, which is no child."""
+        self._model.training = mode
+        return super().train(mode)
+
     @property
     def source(self) -> nn.Module:
         """Return the model that was cut."""

@@ -188,6 +188,20 @@ def test_a_parameter_that_all_stages_hold_is_one(pool2: RankPool, level: int, sc
     assert set(names[0]) & set(names[1]) == on_all
 
 
+def _modes() -> list[bool]:
+    model, seen = Decoder(), list[bool]()
+    model.register_forward_pre_hook(lambda module, _: seen.append(module.training))
+    engine = pipes.start(cut_model(model.eval(), 2), pipes.config(0, 1))
+    for run in (engine.train_batch, engine.eval_batch, engine.train_batch):
+        run(_named(0))
+    engine.destroy()
+    return seen
+
+
+def test_the_outermost_model_trains_and_evaluates_as_its_parts_do(pool2: RankPool) -> None:
+    assert pool2.run(_modes) == [[True, False, True]] * 2
+
+
 def _sixteen_bits() -> list[torch.dtype]:
     seen: list[torch.dtype] = []
     module = cut_model(Decoder(tied=False), 2)
