@@ -71,7 +71,7 @@ class PlainPipeline(PipelineModule):
     _tied: dict[str, tuple[int, ...]]
     _around: list[nn.Parameter]
     _ends: tuple[list[nn.Module], list[nn.Module]]
-    _configs: list[Any]  # with the kind of each block
+    _by_block: list[tuple[Any, str]]  # configurations, and what each has a list of, by block
 
     def __init__(self, model: nn.Module, path: str, first: Sequence[str], num_stages: int, **options: Any) -> None:
         blocks = list(recursive_getattr(model, path))
@@ -122,8 +122,9 @@ class PlainPipeline(PipelineModule):
                     module._parameters[name] = None
             module.forward = _shape_of(module, next(self._whole[min(local)].parameters()))
         self._ends = [m for _, m in before], [m for _, m in after]
-        configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
-        self._configs = [config for config in configs if len(vars(config).get("layer_types") or ()) == len(self._specs)]
+        configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "__dict__")}
+        lists = [(c, n, v) for c in configs.values() for n, v in vars(c).items() if isinstance(v, (list, tuple))]
+        self._by_block = [(config, name) for config, name, values in lists if len(values) == len(self._specs)]
         if hasattr(getattr(model, "config", None), "use_cache"):
             model.config.use_cache = False
 
@@ -166,12 +167,13 @@ class PlainPipeline(PipelineModule):
     def _only(self, chunk: int, value: Any) -> Any:
         """Limit the list to the blocks of ``chunk``, of which the first is given ``value``.
 
-        What a model of Transformers looks up by a block's place in the list, its kind, begins with this chunk's.
+        What a model of Transformers looks up by a block's place in the list, as its kind, begins with this chunk's.
         """
         start, stop = self.boundaries[chunk], self.boundaries[chunk + 1]
-        everything, kinds = self._list._modules, [(config, config.layer_types) for config in self._configs]
-        for config, types in kinds:
-            config.layer_types = [*types[start:], *types[:start]]
+        everything = self._list._modules
+        lists = [(config, name, getattr(config, name)) for config, name in self._by_block]
+        for config, name, values in lists:
+            setattr(config, name, values[start:] + values[:start])
         self._now = start
         self._list._modules = {str(i): self._whole[i] for i in range(start, stop)}
         if chunk:
@@ -182,8 +184,8 @@ class PlainPipeline(PipelineModule):
             yield
         finally:
             self._list._modules = everything
-            for config, types in kinds:
-                config.layer_types = types
+            for config, name, values in lists:
+                setattr(config, name, values)
 
     def loss(self, output: Any, batch: Micro) -> torch.Tensor:
         """Return the loss of ``loss_fn``, or the model's: ``output.loss``, ``output["loss"]`` or a tuple's first."""

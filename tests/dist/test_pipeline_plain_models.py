@@ -49,7 +49,8 @@ class Body(nn.Module):
         self.embed_positions = nn.Embedding(16, pipes.WIDTH)
         self.norm = nn.LayerNorm(pipes.WIDTH)  # before the blocks in the tree, behind them in the forward
         self.layers = nn.ModuleList(DecoderBlock() for _ in range(depth))
-        self.config = SimpleNamespace(layer_types=["near", "far", "far", "near", "far"][:depth])
+        kinds, factors = ["near", "far", "far", "near", "far"], (1.0, 0.5, 2.0, 3.0, 0.2)
+        self.config = SimpleNamespace(layer_types=kinds[:depth], factors=factors[:depth])
 
     def forward(self, input_ids: Tensor) -> Tensor:
         places = torch.arange(input_ids.shape[1])
@@ -57,7 +58,8 @@ class Body(nn.Module):
         mask = (places[:, None] >= places[None, :]).unsqueeze(0)
         rotary = torch.sin(places[:, None] * torch.ones(3 * pipes.WIDTH)).to(hidden.dtype)
         for i, layer in enumerate(self.layers[: len(self.layers)]):
-            places = rotary if self.config.layer_types[i] == "near" else rotary / 8  # a block's kind, by its place
+            # A block's kind and number, by its place.
+            places = (rotary if self.config.layer_types[i] == "near" else rotary / 8) * self.config.factors[i]
             if self.recompute and self.training:
                 hidden = checkpoint(layer, hidden, mask, places, use_reentrant=False)[0]
             else:
