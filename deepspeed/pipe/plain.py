@@ -28,7 +28,14 @@ class _Exit(nn.Module):
     """Leave the model's forward, behind the last block of a stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _LeaveError(args[0] if args else next(iter(kwargs.values())))
+        (_, value), *others = (*enumerate(args), *kwargs.items())
+        for name, other in others:
+            if any(getattr(v, "requires_grad", False) for v in (other if isinstance(other, (tuple, list)) else [other])):
+                raise UsageError(
+                    f"the blocks are given a second value with a gradient (argument {name!r}), and a stage sends the "
+                    "next one the first argument alone; write the model as layers of a PipelineModule"
+                )
+        raise _LeaveError(value)
 
 
 class _Entry(nn.Module):
@@ -248,7 +255,10 @@ def cut_model(
     if blocks is None:
         parents = [path.rpartition(".")[0] for path, _ in find_blocks(model)]
         blocks = max(dict.fromkeys(parents), key=parents.count, default=None)
-    if num_stages > 1 and getattr(getattr(model, "config", None), "output_router_logits", False):
+    config = getattr(model, "config", None) if num_stages > 1 else None
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(f"{type(model).__name__} has the blocks of an encoder and of a decoder; one list can be cut")
+    if getattr(config, "output_router_logits", False):
         raise UsageError(
             "output_router_logits of the model's configuration asks for a loss over the routers of all blocks, and a "
             "stage has some of them; set it to False"

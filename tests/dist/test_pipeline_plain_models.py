@@ -222,8 +222,9 @@ def test_what_a_model_makes_in_its_activations_dtype_has_it_on_every_stage(pool2
 
 
 def _refused() -> list[str]:
-    module, routed = cut_model(Decoder(), 2), Decoder()
+    module, routed, both = cut_model(Decoder(), 2), Decoder(), Decoder()
     routed.config = SimpleNamespace(output_router_logits=True)
+    both.config = SimpleNamespace(is_encoder_decoder=True)
     wrong = pipes.config(0, 4, pipeline={"schedule": "interleaved", "chunks_per_stage": 2})
     return [
         outcome(lambda: cut_model(nn.Linear(2, 2), 2)),
@@ -231,12 +232,28 @@ def _refused() -> list[str]:
         outcome(lambda: pipes.start(module, wrong)),
         outcome(lambda: cut_model(routed, 2)),
         outcome(lambda: cut_model(routed, 1)),
+        outcome(lambda: cut_model(both, 2)),
     ]
 
 
 def test_what_cannot_be_cut_is_refused(pool2: RankPool) -> None:
-    for none, few, again, routers, whole in pool2.run(_refused):
+    for none, few, again, routers, whole, both in pool2.run(_refused):
         assert "Linear has no nn.ModuleList of blocks" in none
         assert "1 layers cannot be dealt out to 2" in few
         assert "is cut once: pass chunks_per_stage" in again
         assert "a loss over the routers of all blocks, and a stage has some of them" in routers and not whole
+        assert "Decoder has the blocks of an encoder and of a decoder" in both
+
+
+def _two_values() -> str:
+    model = Decoder()
+    model.model.config.factors = tuple(torch.ones(4, requires_grad=True))  # positions are made from them
+    engine = pipes.start(cut_model(model, 2), pipes.config(0, 1))
+    text = outcome(lambda: engine.train_batch(_named(0)))
+    engine.destroy()
+    return text
+
+
+def test_blocks_that_hand_on_more_than_one_value_with_a_gradient_are_refused(pool2: RankPool) -> None:
+    for text in pool2.run(_two_values):
+        assert "a second value with a gradient (argument 'positions')" in text
