@@ -8,6 +8,7 @@ right shape elsewhere; what runs behind them is on the last stage.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +18,7 @@ from deepspeed.client.attrs import recursive_getattr, recursive_setattr
 from deepspeed.errors import UsageError
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.orders import Micro
+from deepspeed.zero.hooks import tensors_in
 from deepspeed.zero.partition import find_blocks
 
 
@@ -28,14 +30,14 @@ class _Exit(nn.Module):
     """Leave the model's forward, behind the last block of a stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        (_, value), *others = (*enumerate(args), *kwargs.items())
-        for name, other in others:
-            if any(getattr(v, "requires_grad", False) for v in (other if isinstance(other, (tuple, list)) else [other])):
+        given: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
+        for name, value in given[1:]:
+            if any(tensor.requires_grad for tensor in tensors_in(value, 1)):
                 raise UsageError(
                     f"the blocks are given a second value with a gradient (argument {name!r}), and a stage sends the "
                     "next one the first argument alone; write the model as layers of a PipelineModule"
                 )
-        raise _LeaveError(value)
+        raise _LeaveError(given[0][1])
 
 
 class _Entry(nn.Module):
@@ -75,10 +77,6 @@ class PlainPipeline(PipelineModule):
     _path: str
     _first: tuple[str, ...]
     _model: Any
-    _tied: dict[str, tuple[int, ...]]
-    _around: list[nn.Parameter]
-    _ends: tuple[list[nn.Module], list[nn.Module]]
-    _by_block: list[tuple[Any, str]]  # configurations, and what each has a list of, by block
 
     def __init__(self, model: nn.Module, path: str, first: Sequence[str], num_stages: int, **options: Any) -> None:
         blocks = list(recursive_getattr(model, path))
@@ -127,9 +125,11 @@ class PlainPipeline(PipelineModule):
             for name, param in list(module._parameters.items()):
                 if not (self.rank_of_pipe == self.homes[-1] and id(param) in ends):
                     module._parameters[name] = None
-            module.forward = _shape_of(module, next(self._whole[min(local)].parameters()))
+            param = next(self._whole[min(local)].parameters())
+            module.forward = partial(_zeros, getattr(module, "embedding_dim", None), param)
         self._ends = [m for _, m in before], [m for _, m in after]
         configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "__dict__")}
+        # Configurations, and what each has a list of, by block.
         lists = [(c, n, v) for c in configs.values() for n, v in vars(c).items() if isinstance(v, (list, tuple))]
         self._by_block = [(config, name) for config, name, values in lists if len(values) == len(self._specs)]
         if hasattr(getattr(model, "config", None), "use_cache"):
@@ -221,18 +221,13 @@ class PlainPipeline(PipelineModule):
             raise UsageError("a model cut by its blocks recomputes them itself: model.gradient_checkpointing_enable()")
 
 
-def _shape_of(module: nn.Module, param: nn.Parameter) -> Callable[..., torch.Tensor]:
-    """Make the forward that replaces what runs before the blocks: an embedding adds a dimension, others keep the shape.
+def _zeros(width: int | None, param: nn.Parameter, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Stand for what runs before the blocks: an embedding adds a dimension of ``width``, others keep the shape.
 
-    Its zeros have the dtype that ``param``, of a block, has by then: tables and masks that models make follow it.
+    The zeros have the dtype that ``param``, of a block, has by then: tables and masks that models make follow it.
     """
-    width = getattr(module, "embedding_dim", None)
-
-    def forward(value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        dtype = value.dtype if value.is_floating_point() else param.dtype
-        return torch.zeros(*value.shape, *(() if width is None else (width,)), dtype=dtype, device=value.device)
-
-    return forward
+    dtype = value.dtype if value.is_floating_point() else param.dtype
+    return torch.zeros(*value.shape, *(() if width is None else (width,)), dtype=dtype, device=value.device)
 
 
 def cut_model(
