@@ -27,7 +27,8 @@ class GatherReplacedLayerParams:
 
     def __init__(self, params: Any, module: nn.Module | None = None, enabled: bool = True) -> None:
         self._params = [params] if isinstance(params, nn.Parameter) else list(params)
-        self._layer = module if enabled and isinstance(module, TensorParallelLayer) else None
+        alone = enabled and not any(hasattr(param, "_ds_unit") for param in self._params)  # an engine gathers its own
+        self._layer = module if alone and isinstance(module, TensorParallelLayer) else None
         self._gathered = GatheredParameters(self._params, enabled=enabled)
 
     def __enter__(self) -> None:

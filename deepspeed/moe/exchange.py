@@ -16,6 +16,7 @@ from deepspeed.comm.row_exchange import all_to_all, start_all_to_all
 from deepspeed.errors import UsageError
 from deepspeed.monitor.log import rank as own_rank
 from deepspeed.tensor.differentiable import anchored, cut_parts, exchange_rows, join_parts, start_rows
+from deepspeed.tensor.layers import SharedInput
 from deepspeed.zero.regions import bounds
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -147,7 +148,8 @@ def through_experts(
         index = index[part]
         hidden, weights = (cut_parts(whole, shared, 0, edges=edges) for whole in (hidden, weights))
     routes = plan_routes(index, group, experts, etp=etp, fault=fault, layer=layer)
-    out = _exchanged(hidden, weights, routes, group, compute, meanwhile)
+    numbers = SharedInput(group if shared is None else shared, random=shared is not None)
+    out = _exchanged(hidden, weights, routes, group, compute, numbers, meanwhile)
     return out if shared is None else join_parts(out, shared, 0, edges=edges)
 
 
@@ -157,6 +159,7 @@ def _exchanged(
     routes: Routes,
     group: AxisGroup,
     compute: Compute,
+    numbers: SharedInput,
     meanwhile: Callable[[], object] | None,
 ) -> torch.Tensor:
     sizes = {"sent": routes.sent, "received": routes.received}
@@ -170,10 +173,12 @@ def _exchanged(
     rows, scales = come_rows(), come_scales()
     transfer.wait()
     row, choice = torch.nonzero_static(local >= 0, size=routes.pairs).unbind(1)
+    numbers.begin_parts()  # ranks with the same tokens compute different ones here, and draw the same elsewhere
     outputs = compute(rows[row], local[row, choice, None], scales[row, choice, None])
     if not routes.pairs:  # the weights have a gradient all the same: ranks reduce in one order
         nothing = rows.new_zeros(1, rows.shape[1]), local.new_zeros(1, 1), scales.new_zeros(1, 1)
         outputs = outputs + compute(*nothing).sum()
+    numbers.end_parts()
     summed = _sum_rows(outputs, row, len(rows)).to(hidden.dtype)
     back = {"sent": routes.received, "received": routes.sent}
     returned = exchange_rows(anchored(summed, rows, scales), group, **back)

@@ -315,9 +315,9 @@ class PipelineModule(nn.Module):
         return loss.reshape(()) if self.sharers is None else mean_of_parts(loss.reshape(()), labels, self.sharers)
 
     def params_of(self, chunk: int) -> list[nn.Parameter]:
-        """Return the parameters, trained or not, that the layers of ``chunk`` use."""
+        """Return the parameters, trained or not, that the layers of ``chunk`` use, or the loss."""
         layers = (self._calls[i] for i in range(self.boundaries[chunk], self.boundaries[chunk + 1]))
-        owners = (layer.args[0] if isinstance(layer, partial) else layer for layer in layers)
+        owners = [self.loss_fn, *(layer.args[0] if isinstance(layer, partial) else layer for layer in layers)]
         return list(dict.fromkeys(p for m in owners if isinstance(m, nn.Module) for p in m.parameters()))
 
     @property
@@ -345,8 +345,11 @@ class PipelineModule(nn.Module):
         return {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
 
     def tied_homes(self) -> dict[str, tuple[int, ...]]:
-        """Return prefix of parameter names -> pipeline ranks, for the layers that several ranks hold."""
-        return {f"{name}.": ranks for name, ranks in self._holders().items() if len(ranks) > 1}
+        """Return prefix of parameter names, up to a dot -> pipeline ranks, for what several ranks hold."""
+        holders = self._holders()
+        if isinstance(self.loss_fn, nn.Module):  # the last stage calls it, all have it
+            holders["loss_fn"] = tuple(range(self.num_stages))
+        return {f"{name}.": ranks for name, ranks in holders.items() if len(ranks) > 1}
 
     def describe(self, rank: int) -> str:
         """Name the layers of a pipeline rank, for people."""
@@ -406,7 +409,7 @@ class PipelineModule(nn.Module):
                 mesh, groups[ranks] = with_group(mesh, f"tied{ranks}", tuple(mesh.pp.ranks[r] for r in ranks))
             wide = replace(mesh, groups=(*mesh.groups, groups[ranks]))
             for name, param in self.named_parameters():
-                if name.startswith(prefix):
+                if f"{name}.".startswith(prefix):
                     values = local_of(param).detach().to(get_accelerator().torch_device()).contiguous()
                     broadcast(values, groups[ranks])
                     local_of(param).detach().copy_(values)

@@ -8,6 +8,7 @@ right shape elsewhere; what runs behind them is on the last stage.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +18,7 @@ from deepspeed.client.attrs import recursive_getattr, recursive_setattr
 from deepspeed.errors import UsageError
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.orders import Micro
+from deepspeed.zero.hooks import tensors_in
 from deepspeed.zero.partition import find_blocks
 
 
@@ -28,7 +30,14 @@ class _Exit(nn.Module):
     """Leave the model's forward, behind the last block of a stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _LeaveError(args[0] if args else next(iter(kwargs.values())))
+        given: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
+        for name, value in given[1:]:
+            if any(tensor.requires_grad for tensor in tensors_in(value, 1)):
+                raise UsageError(
+                    f"the blocks are given a second value with a gradient (argument {name!r}), and a stage sends the "
+                    "next one the first argument alone; write the model as layers of a PipelineModule"
+                )
+        raise _LeaveError(given[0][1])
 
 
 class _Entry(nn.Module):
@@ -68,9 +77,6 @@ class PlainPipeline(PipelineModule):
     _path: str
     _first: tuple[str, ...]
     _model: Any
-    _tied: dict[str, tuple[int, int]]
-    _ends: tuple[list[nn.Module], list[nn.Module]]
-    _configs: list[Any]  # with the kind of each block
 
     def __init__(self, model: nn.Module, path: str, first: Sequence[str], num_stages: int, **options: Any) -> None:
         blocks = list(recursive_getattr(model, path))
@@ -90,6 +96,8 @@ class PlainPipeline(PipelineModule):
         """Take the model apart."""
         model = self._model
         self.__dict__.update(_list=recursive_getattr(model, self._path))
+        if isinstance(self.loss_fn, nn.Module):
+            model.loss_fn = self.loss_fn  # a child, as those of the model replace ours
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         local = {i for i, rank in self._layer_homes() if rank == self.rank_of_pipe}
         for index in [i for i in self._whole if i not in local]:
@@ -99,24 +107,38 @@ class PlainPipeline(PipelineModule):
         outside = [
             (n, m) for n, m in model.named_modules() if any(id(p) not in inside for p in m.parameters(recurse=False))
         ]
+        # A module around the blocks runs before and behind them: its own parameters are on every stage.
+        around = [(n, m) for n, m in outside if self._path.startswith(f"{n}." if n else "")]
+        outside = [one for one in outside if one not in around]
         before = [(n, m) for n, m in outside if isinstance(m, nn.Embedding) or n in self._first]
-        after = [(n, m) for n, m in outside if (n, m) not in before]
+        after = [one for one in outside if one not in before]
+        self._around = [p for _, m in around for p in m.parameters(recurse=False)]
         early = {id(p) for _, m in before for p in m.parameters(recurse=False)}
         late = {id(p) for _, m in after for p in m.parameters(recurse=False)}
-        self._tied = {n: (self.homes[0], self.homes[-1]) for n, p in model.named_parameters() if id(p) in early & late}
+        ends, everywhere = early & late, {id(p) for p in self._around}
+        homes = {**dict.fromkeys(ends, (self.homes[0], self.homes[-1])), **dict.fromkeys(everywhere, self.homes)}
+        self._tied = {n: homes[id(p)] for n, p in model.named_parameters() if id(p) in homes}
         if self.rank_of_pipe != self.homes[-1]:
             for name, _ in after:
                 recursive_setattr(model, name, _Absent())
         for _, module in before if self.rank_of_pipe != self.homes[0] else ():
             for name, param in list(module._parameters.items()):
-                if not (self.rank_of_pipe == self.homes[-1] and id(param) in early & late):
+                if not (self.rank_of_pipe == self.homes[-1] and id(param) in ends):
                     module._parameters[name] = None
-            module.forward = _shape_of(module, next(self._whole[min(local)].parameters()))
-        self._ends = [m for _, m in (before if self.rank_of_pipe == self.homes[0] else [])], [m for _, m in after]
-        configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
-        self._configs = [config for config in configs if len(vars(config).get("layer_types") or ()) == len(self._specs)]
+            param = next(self._whole[min(local)].parameters())
+            module.forward = partial(_zeros, getattr(module, "embedding_dim", None), param)
+        self._ends = [m for _, m in before], [m for _, m in after]
+        configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "__dict__")}
+        # Configurations, and what each has a list of, by block.
+        lists = [(c, n, v) for c in configs.values() for n, v in vars(c).items() if isinstance(v, (list, tuple))]
+        self._by_block = [(config, name) for config, name, values in lists if len(values) == len(self._specs)]
         if hasattr(getattr(model, "config", None), "use_cache"):
             model.config.use_cache = False
+
+    def train(self, mode: bool = True) -> "PlainPipeline":  # noqa: FBT001, FBT002 - as torch calls it
+        """Set the mode of the model, too, which is no child."""
+        self._model.training = mode
+        return super().train(mode)
 
     @property
     def source(self) -> nn.Module:
@@ -152,12 +174,13 @@ class PlainPipeline(PipelineModule):
     def _only(self, chunk: int, value: Any) -> Any:
         """Limit the list to the blocks of ``chunk``, of which the first is given ``value``.
 
-        What a model of Transformers looks up by a block's place in the list, its kind, begins with this chunk's.
+        What a model of Transformers looks up by a block's place in the list, as its kind, begins with this chunk's.
         """
         start, stop = self.boundaries[chunk], self.boundaries[chunk + 1]
-        everything, kinds = self._list._modules, [(config, config.layer_types) for config in self._configs]
-        for config, types in kinds:
-            config.layer_types = [*types[start:], *types[:start]]
+        everything = self._list._modules
+        lists = [(config, name, getattr(config, name)) for config, name in self._by_block]
+        for config, name, values in lists:
+            setattr(config, name, values[start:] + values[:start])
         self._now = start
         self._list._modules = {str(i): self._whole[i] for i in range(start, stop)}
         if chunk:
@@ -168,8 +191,8 @@ class PlainPipeline(PipelineModule):
             yield
         finally:
             self._list._modules = everything
-            for config, types in kinds:
-                config.layer_types = types
+            for config, name, values in lists:
+                setattr(config, name, values)
 
     def loss(self, output: Any, batch: Micro) -> torch.Tensor:
         """Return the loss of ``loss_fn``, or the model's: ``output.loss``, ``output["loss"]`` or a tuple's first."""
@@ -180,15 +203,15 @@ class PlainPipeline(PipelineModule):
         return super().loss(output, batch)
 
     def params_of(self, chunk: int) -> list[nn.Parameter]:
-        """Return the parameters of the blocks, and of what runs before the first and behind the last."""
+        """Return the parameters around the blocks, of these, and of what runs before the first and behind the last."""
         before, after = self._ends
         modules = [self._whole[i] for i in range(self.boundaries[chunk], self.boundaries[chunk + 1])]
         modules += before if chunk == 0 else []
         modules += after if chunk + 1 == len(self.homes) else []
-        return list(dict.fromkeys(p for m in modules for p in m.parameters()))
+        return list(dict.fromkeys([*self._around, *(p for m in modules for p in m.parameters())]))
 
     def tied_homes(self) -> dict[str, tuple[int, ...]]:
-        return {n: tuple(sorted(set(homes))) for n, homes in self._tied.items() if len(set(homes)) > 1}
+        return {f"{n}.": tuple(sorted(set(homes))) for n, homes in self._tied.items() if len(set(homes)) > 1}
 
     def place(self, chunk: int, *, backward: bool) -> str:
         return f"blocks {self.boundaries[chunk]}-{self.boundaries[chunk + 1] - 1} of {self._path}"
@@ -198,18 +221,13 @@ class PlainPipeline(PipelineModule):
             raise UsageError("a model cut by its blocks recomputes them itself: model.gradient_checkpointing_enable()")
 
 
-def _shape_of(module: nn.Module, param: nn.Parameter) -> Callable[..., torch.Tensor]:
-    """Make the forward that replaces what runs before the blocks: an embedding adds a dimension, others keep the shape.
+def _zeros(width: int | None, param: nn.Parameter, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Stand for what runs before the blocks: an embedding adds a dimension of ``width``, others keep the shape.
 
-    Its zeros have the dtype that ``param``, of a block, has by then: tables and masks that models make follow it.
+    The zeros have the dtype that ``param``, of a block, has by then: tables and masks that models make follow it.
     """
-    width = getattr(module, "embedding_dim", None)
-
-    def forward(value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        dtype = value.dtype if value.is_floating_point() else param.dtype
-        return torch.zeros(*value.shape, *(() if width is None else (width,)), dtype=dtype, device=value.device)
-
-    return forward
+    dtype = value.dtype if value.is_floating_point() else param.dtype
+    return torch.zeros(*value.shape, *(() if width is None else (width,)), dtype=dtype, device=value.device)
 
 
 def cut_model(
@@ -232,7 +250,10 @@ def cut_model(
     if blocks is None:
         parents = [path.rpartition(".")[0] for path, _ in find_blocks(model)]
         blocks = max(dict.fromkeys(parents), key=parents.count, default=None)
-    if num_stages > 1 and getattr(getattr(model, "config", None), "output_router_logits", False):
+    config = getattr(model, "config", None) if num_stages > 1 else None
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(f"{type(model).__name__} has the blocks of an encoder and of a decoder; one list can be cut")
+    if getattr(config, "output_router_logits", False):
         raise UsageError(
             "output_router_logits of the model's configuration asks for a loss over the routers of all blocks, and a "
             "stage has some of them; set it to False"

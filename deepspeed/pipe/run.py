@@ -20,6 +20,7 @@ from deepspeed.pipe.links import BrokenLinkError, Links, Signature, unpack
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.orders import Action, Message, Micro, Program
 from deepspeed.pipe.torch_pipelining import split_backward
+from deepspeed.tensor.differentiable import paired
 
 
 @dataclass
@@ -148,9 +149,11 @@ class Pass:
         value = batch.inputs
         if chunk:
             shape, tensors = self._take(action)
-            for part, tensor in zip(shape.parts, tensors, strict=True):
+            for i, (part, tensor) in enumerate(zip(shape.parts, tensors, strict=True)):
                 if trains and part is not None and part.grad and tensor is not None:
                     leaves.append(tensor.requires_grad_())
+                    # The same memory, but no leaf, so that a layer may write into it.
+                    tensors[i] = paired(torch.Tensor.detach, lambda grad: grad, tensor)
             value = tensors[0] if shape.single else tuple(tensors)
         output = self._compute(chunk, value, batch)
         if chunk + 1 < self._order.chunks:

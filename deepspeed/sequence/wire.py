@@ -182,8 +182,9 @@ class Hooks:
 
     def attach(self, model: nn.Module, back: ExitStack) -> None:
         """Attach the hooks to ``model`` and the models inside it, of which a client may call each."""
-        for module in model.modules():
-            if hasattr(module, "config") and "position_ids" in inspect.signature(module.forward).parameters:
+        models = [m for m in model.modules() if isinstance(m, sys.modules["transformers"].PreTrainedModel)]
+        for module in models:
+            if "position_ids" in inspect.signature(module.forward).parameters:
                 back.callback(module.register_forward_pre_hook(self._before, with_kwargs=True).remove)
                 back.callback(module.register_forward_hook(self._after, always_call=True).remove)
 

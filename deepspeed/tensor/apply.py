@@ -68,8 +68,7 @@ def parallelize(model: nn.Module, mesh: Mesh, wanted: TensorParallelConfig, back
             back.callback(parameter.register_hook(partial(summed, group=group)).remove)
     back.callback(model.register_forward_pre_hook(FirstBatch(group), with_kwargs=True).remove)
     back.callback(model.register_forward_hook(partial(_end_forward, shared), always_call=True).remove)
-    if shared.random:
-        RandomStates.agree(group)
+    RandomStates.agree(group)
     guard_saving(model, back)
     counts = Counter(type(layer).__name__ for layer in made)
     text = ", ".join(f"{count} {name}" for name, count in counts.items())

@@ -4,6 +4,7 @@ A layer takes over the parameters of the one it stands for: the same objects und
 ``tp_place`` which part of it is this rank's; until it is cut (``cut_now``, or when ZeRO takes it over) it is whole.
 """
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -191,6 +192,8 @@ class LinearLayer(TensorParallelLayer):
     rank gets all outputs; ``unit``: outputs that stay together (those of a head).
     """
 
+    leads = True  # to a row-parallel layer, unless outputs are gathered
+
     def __init__(
         self,
         module: nn.Module,
@@ -206,7 +209,6 @@ class LinearLayer(TensorParallelLayer):
         weight, bias = _weight_of(module), getattr(module, "bias", None)
         shape = _whole_shape(weight)
         dim = 1 if self.transposed else 0
-        self.leads = not gather_output  # to a row-parallel layer
         self.parts, self.gather_output = tuple(parts) or (shape[dim],), gather_output
         if gather_output and len(self.parts) > 1:
             raise UsageError(f"{name}: outputs of several parts ({self.parts}) cannot be gathered; split them as one")
@@ -218,28 +220,23 @@ class LinearLayer(TensorParallelLayer):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         value, weight = value if self.input_sums else self.shared.enter(value), self.weight
-        if self.training and self.leads:
+        if self.training and self.leads and not self.gather_output:
             self.shared.begin_parts()
         if not self.transposed:
             out = functional.linear(value, weight, self.bias)
         else:
-            stretches = [weight] if weight.dim() == 2 else weight.split(self._stretches())
+            boxes = weight.tp_place.boxes  # type: ignore[attr-defined]
+            # Several packed weights lie in memory one after the other.
+            stretches = [weight] if weight.dim() == 2 else weight.split([math.prod(shape) for _, shape in boxes])
             out = torch.cat([value @ stretch.view(self.in_features, -1) for stretch in stretches], dim=-1)
             out = out if self.bias is None else out + self.bias
         return join_parts(out, self.group, -1, edges=self.edges) if self.gather_output else out
-
-    def _stretches(self) -> list[int]:
-        """Return the number of elements of each packed weight on this rank."""
-        place: Place = self.weight.tp_place  # type: ignore[attr-defined]
-        return [shape[0] * shape[1] for _, shape in place.boxes]
 
 
 class VocabParallelLinear(LinearLayer):
     """Output head whose logits each rank computes for some words; see ``vocab_parallel_cross_entropy``."""
 
-    def __init__(self, module: nn.Module, mp_group: Any = None, **options: Any) -> None:
-        super().__init__(module, mp_group, **options)
-        self.leads = False
+    leads = False
 
 
 class LinearAllreduce(TensorParallelLayer):

@@ -36,6 +36,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_nope_head_dim": 8, "n_shared_experts": 1,
         },
     ),
+    "stablelm": ("stablelm", {}),  # its attention has a configuration, and takes positions
     "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}),
 }  # fmt: skip
 
@@ -105,6 +106,7 @@ CELLS: dict[str, tuple[Any, ...]] = {
     "gemma3, windows in packed rows": ("gemma3", 4, 1, "packed", ""),
     "mixtral, balanced over the sequence": ("mixtral", 2, 3, "odd", ""),
     "deepseek": ("deepseek", 2, 1, "plain", ""),
+    "stablelm, recomputed": ("stablelm", 2, 2, "plain", "recomputed"),
     "gpt2": ("gpt2", 4, 2, "plain", ""),
 }
 

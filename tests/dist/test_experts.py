@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
@@ -15,7 +16,9 @@ from deepspeed.checkpoint.load.reader import open_checkpoint
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.moe.exchange import plan_routes, through_experts
+from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
+from deepspeed.tools.verify.grads import full_parameters
 from deepspeed.utils import groups
 from tests.harness.beside import Beside
 from tests.harness.experts import HIDDEN, Expert, Layered, Stacked, StackedExperts, StackedLlama, staged, tokens_of
@@ -407,3 +410,33 @@ def test_experts_are_numbered_over_all_ranks(pool2: Any) -> None:
         assert index == rank and found == (True, 4)
         assert numbers == [f"deepspeed_moe.experts.deepspeed_experts.{2 * rank + i}.up.weight" for i in range(2)]
         assert kinds == [(False, None, 1), (True, "ep_size_2", 8)]
+
+
+class Drawing(MoE):
+    """Layer whose gate draws which tokens it drops."""
+
+    def forward(self, hidden: Tensor, *_: Any) -> Any:
+        return super().forward(hidden)[0]
+
+
+def _drawn(ep: int, dropout: float) -> tuple[list[float], Tensor]:
+    """Losses, and the gate's weight, where each rank has a seed of its own."""
+    model = StackedLlama()
+    expert = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Dropout(dropout))
+    model.model.layers[-1].mlp = Drawing(HIDDEN, expert, 4, ep, capacity_factor=0.5, min_capacity=1)
+    torch.manual_seed(dist.get_rank())
+    engine, losses = start(model, config_of("layered", ep, 0, **_PARTS)), []
+    for step in range(3):
+        losses.append(engine(tokens_of(step, 0)))
+        engine.backward(losses[-1])
+        engine.step()
+    gate = full_parameters(engine.module)["model.layers.1.mlp.deepspeed_moe.gate.wg.weight"]
+    engine.destroy()
+    return [float(loss.detach()) for loss in losses], gate
+
+
+@pytest.mark.parametrize(("ep", "dropout"), [(1, 0.0), (2, 0.5)])
+def test_ranks_that_share_layers_draw_the_same_for_gates_and_experts(pool2: Any, ep: int, dropout: float) -> None:
+    """Though experts on each rank draw as many numbers as they have tokens."""
+    (losses, gate), (losses_there, gate_there) = pool2.run(_drawn, ep, dropout)
+    assert losses == losses_there and torch.equal(gate, gate_there)

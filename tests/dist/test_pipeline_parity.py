@@ -156,6 +156,20 @@ def test_recomputed_layers(pool2: RankPool, schedule: str) -> None:
     assert max(pool2.run(pipes.case, 2, 3, schedule, pipeline=pipeline)) <= TOLERANCE
 
 
+def _in_place(schedule: str, chunks: int) -> float:
+    ends, relu = (LayerSpec(pipes.Embed, 1), LayerSpec(pipes.Head, 2)), LayerSpec(nn.ReLU, inplace=True)
+    blocks = [one for seed in range(3) for one in (LayerSpec(pipes.Block, seed), relu)]
+    return pipes.case(
+        2, 0, schedule, chunks=chunks, specs=[ends[0], *blocks, ends[1]], module={"partition_method": "uniform"}
+    )
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zbv", 2)])
+def test_a_stage_may_begin_with_a_layer_that_works_in_place(pool2: RankPool, schedule: str, chunks: int) -> None:
+    """Under zbv the chunk before may be on the same rank."""
+    assert max(pool2.run(_in_place, schedule, chunks)) <= TOLERANCE
+
+
 def _modules_and_callables() -> tuple[float, list[str]]:
     def built() -> list[Any]:
         return [pipes.Embed(1), pipes.Block(3), torch.tanh, pipes.Block(4), lambda x: x * 2, pipes.Head(2)]

@@ -230,6 +230,9 @@ def _whole_values(stage: int) -> list[float]:
     errors = []
     with deepspeed.zero.GatheredParameters(engine.module.parameters()):
         errors.append(_worst((p.detach(), plain[n].detach()) for n, p in params.items()))
+    up = engine.module.model.layers[0].mlp.up_proj
+    with layers.GatherReplacedLayerParams(up.weight, up):
+        errors.append(_worst([(up.weight.detach(), plain["model.layers.0.mlp.up_proj.weight"].detach())]))
     with torch.no_grad():
         with deepspeed.zero.GatheredParameters(list(params.values()), modifier_rank=3):
             for p in params.values():

@@ -239,7 +239,7 @@ def _outcome(recorder: Recorder, engine: Any, begin: float, control: Control) ->
     usage = recorder.usage.of(DEVICE)
     homes: dict[str, tuple[int, ...]] = getattr(engine.module, "tied_homes", dict)()  # of what several ranks hold
     elsewhere = tuple(name for name, places in homes.items() if places[0] != engine.get_pipeline_parallel_rank())
-    params = [p for name, p in engine.module.named_parameters() if not name.startswith(elsewhere)]
+    params = [p for name, p in engine.module.named_parameters() if not f"{name}.".startswith(elsewhere)]
     return Outcome(
         parameters=sum(map(whole_numel, params)),
         **times_of(recorder.timeline, begin),
