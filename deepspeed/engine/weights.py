@@ -1,7 +1,6 @@
 """The engine's whole weights: for a file, for an inference server, for generation; and states that leave the device."""
 
 import contextlib
-import copy
 import logging
 import weakref
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from torch import nn
 from deepspeed.accelerator.device import get_accelerator
 from deepspeed.checkpoint.foreign.weights import original_parcels, torch_file, with_aliases, write_pretrained
 from deepspeed.client.zero.gathered import GatheredParameters
-from deepspeed.comm.collectives import AxisGroup, failures
+from deepspeed.comm.collectives import failures
 from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config.model.values import byte_count
 from deepspeed.engine.checks import Checks
@@ -92,9 +91,8 @@ class Weights:
         self, tensors: dict[str, torch.Tensor], limit: int, *, target: int | None, parcels: list[Parcel] | None = None
     ) -> WeightFlow:
         self._checks.alive(alone=False)
-        if self.mesh is self.runtime.mesh:
-            self._checks.begin_collective()
-            self.runtime.update.publish()
+        self._checks.begin_collective()
+        self.runtime.update.publish()
         flow = WeightFlow(self.mesh, tensors, max_bytes=limit, device=self._device, target=target, parcels=parcels)
         self._checks.open_flow = weakref.ref(flow)
         return flow
@@ -102,16 +100,6 @@ class Weights:
     def _to_first(self, tensors: dict[str, torch.Tensor], parcels: list[Parcel] | None = None) -> WeightFlow:
         """Send ``tensors``, whole, to the first rank."""
         return self._flow(tensors, byte_count(_BUCKET), target=0, parcels=parcels)
-
-    def _writers(self, call: str) -> "Weights | None":
-        """Return these weights as all ranks write them; if each has all, the first alone does: None on the others."""
-        spread = any(u.movable or u.mesh is not self.mesh for u in self.runtime.units)
-        if spread or self.mesh.tp.size * self.mesh.pp.size > 1 or self.runtime.update.collective():
-            return self
-        self.settle(call)
-        alone, one = copy.copy(self), AxisGroup(None, 1, 0, (self.mesh.job.ranks[self.mesh.job.index],), "none")
-        alone.mesh = Mesh((one,), one, one, one, None)
-        return alone if self.mesh.first else None
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
@@ -200,11 +188,10 @@ class Weights:
             self.runtime.backward_done(unit)
 
     def save_pretrained(self, save_directory: Path | str, max_shard_size: int | str = "5GB", **options: Any) -> None:
-        """Write ``model.safetensors``, in the module's dtype, and the files of its own ``save_pretrained``.
+        """Write ``model.safetensors``, in the module's dtype, and the files of its own ``save_pretrained``. Collective.
 
-        Collective, but where every rank has all weights the first one writes alone and the others return at once.
         Names are those that ``from_pretrained`` expects; of a PEFT model its adapters are written. The first rank
-        holds a bucket at a time. Raises CheckpointError, on every rank in the call, when a file cannot be written.
+        holds a bucket at a time. Raises CheckpointError on every rank when a file cannot be written.
 
         Args:
             save_directory: The folder.
@@ -217,19 +204,17 @@ class Weights:
             return
         self._checks.alive(alone=False)
         self._checks.between_passes("save_pretrained")
-        folder = self._checks.folder(save_directory, "save_pretrained")
-        if (writer := self._writers("save_pretrained")) is None:
-            return
         tensors, aliases = state_names(self.module, exclude_frozen=False)
-        with together(writer.mesh, f"writing {folder}"):
+        folder = self._checks.folder(save_directory, "save_pretrained")
+        with together(self.mesh, f"writing {folder}"):
             if hasattr(self.module, "peft_config"):
                 wanted = {n: t for n, t in tensors.items() if t.requires_grad or is_adapter(n, self.module)}
-                state = writer._collected(wanted, aliases)
+                state = self._collected(wanted, aliases)
                 if self.mesh.first and saver is not None:
                     saver(folder, state_dict=state)
                 return
             parcels, outputs = original_parcels(self.module, tensors)
-            with writer._to_first(tensors, parcels) as flow:
+            with self._to_first(tensors, parcels) as flow:
                 if self.mesh.first:
                     write_pretrained(saver, folder, flow, outputs, max_shard_size=max_shard_size)
                 for _ in flow:
@@ -240,21 +225,18 @@ class Weights:
     ) -> bool:
         """Write all weights in the compute dtype to ``save_dir/save_filename`` for ``torch.load``, a bucket at a time.
 
-        Collective, as ``save_pretrained``. Returns False, with nothing written, when parameters are sharded and
-        ``stage3_gather_16bit_weights_on_model_save`` is off. Raises CheckpointError, on every rank in the call, when
-        the file cannot be written; an older one is intact then. ``exclude_frozen_parameters``: without what needs no
-        gradient.
+        Collective. Returns False, with nothing written, when parameters are sharded and
+        ``stage3_gather_16bit_weights_on_model_save`` is off. Raises CheckpointError on every rank when the file
+        cannot be written; an older one is intact then. ``exclude_frozen_parameters``: without what needs no gradient.
         """
         self._checks.alive(alone=False)
         if self.runtime.plan.regular.param.sharded and not self._config.zero.gather_16bit_weights_on_model_save:
             key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
             log_dist(f"save_16bit_model wrote nothing: set {key} to true", level=logging.WARNING)
             return False
-        path = self._checks.folder(save_dir, "save_16bit_model") / save_filename
-        if (writer := self._writers("save_16bit_model")) is None:
-            return True
         tensors, aliases = state_names(self.module, exclude_frozen=exclude_frozen_parameters)
-        with together(writer.mesh, f"writing {path}"), writer._to_first(tensors) as flow:
+        path = self._checks.folder(save_dir, "save_16bit_model") / save_filename
+        with together(self.mesh, f"writing {path}"), self._to_first(tensors) as flow:
             if self.mesh.first:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 shapes = {name: (entry.dtype, entry.shape) for name, entry in flow.entries.items()}

@@ -355,32 +355,3 @@ def test_loaders_for_evaluation_have_all_samples_in_order_and_every_one_the_coll
     first, second = pool2.run(loaders_of_an_engine)
     assert sorted(first.pop("train") + second.pop("train")) == [*range(8)]
     assert first == second == dict.fromkeys(("eval", "predict"), [*range(8)])
-
-
-class _Saves(nn.Linear):
-    """Has the files besides weights that a model of Transformers has."""
-
-    def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor]) -> None:
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text("{}")
-
-
-def saved_by_one_rank(stage: int, folder: str) -> None:
-    engine = start(_Saves(4, 3), make_config(stage, bf16={"enabled": True}))
-    for step in range(2):
-        engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16) * step).square().mean())
-        engine.step()
-        if dist.get_rank() == 0:
-            engine.save_pretrained(folder)
-            assert engine.save_16bit_model(folder)
-    expected = full_parameters(engine.module)
-    if dist.get_rank() == 0:
-        assert equal(torch.load(Path(folder) / "pytorch_model.bin"), expected)
-        assert {"config.json", "model.safetensors"} <= {path.name for path in Path(folder).iterdir()}
-    engine.destroy()
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_one_rank_may_save_weights_that_every_rank_has(pool2: RankPool, tmp_path: Path, stage: int) -> None:
-    """``if rank == 0:`` waited for the other ranks for ever."""
-    pool2.run(saved_by_one_rank, stage, str(tmp_path / "out"), time_limit=30)
