@@ -197,9 +197,7 @@ class Checkpoints:
         self._checks.must_load = ""
         self.saver.settle(wait=True)
         self._checks.between_passes("load_checkpoint")
-        failed = self._engine._end_update()
-        for rank, text in failures(failed, self.mesh.talk).items():  # until all is loaded
-            self._checks.torn = str(failed or f"on {self.mesh.title(rank)}: {text}")
+        self._end_update()
         source = open_everywhere(self.mesh, folder, tag, allow_pickle=self._config.checkpoint.allow_pickle)
         if source is None:
             self._say_nothing_loaded(folder)
@@ -230,6 +228,11 @@ class Checkpoints:
             return str(source.path), restore.client_state(loaded)
         finally:
             source.close()
+
+    def _end_update(self) -> None:
+        failed = self._engine._end_update()
+        for rank, text in failures(failed, self.mesh.talk).items():  # until all is loaded
+            self._checks.torn = str(failed or f"on {self.mesh.title(rank)}: {text}")
 
     def _say_nothing_loaded(self, folder: Path) -> None:
         absent = f"there is no folder {folder.absolute()}"
