@@ -96,6 +96,7 @@ class Checkpoints:
         name, state = self._common_tag(tag), client_state or {}
         self.runtime.update.publish()
         self._engine._parts.hooks.take_edits()
+        self.runtime.gradients.land_all()
         with self.runtime.gradients.withdrawn():
             tokens = None if self._tokens is None else self._tokens.state(self.mesh.job)
             content = content_of(

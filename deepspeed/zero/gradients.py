@@ -330,10 +330,9 @@ class Gradients:
 
     @contextlib.contextmanager
     def withdrawn(self) -> Iterator[None]:
-        """Hold whole and packed inside the context also those gradients that clients see, or have written."""
+        """Hold inside the context also those gradients that clients see, or have written."""
         shown = self.showing
         self.withdraw()
-        self.land_all()
         self.collect()
         try:
             yield

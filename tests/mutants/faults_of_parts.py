@@ -412,8 +412,8 @@ PIPELINES = (
     Mutant(
         "PL6",
         "deepspeed/pipe/plain.py",
-        "[*types[start:], *types[:start]]",
-        "types",
+        "values[start:] + values[:start]",
+        "values",
         ("tests/dist/test_pipeline_plain_models.py::test_a_decoder_is_cut_by_its_blocks[3-interleaved-2-True]",),
         "a block that a model tells by its place is told so on every stage",
     ),

@@ -44,7 +44,7 @@ CATEGORIES = {
     ("zero/gradients.py", "reduce_over_axes"): "reduction",
     ("comm/collectives.py", "reduce_scatter"): "reduction",
     ("optim/base.py", "_moment"): "states",
-    ("tier/staging.py", "_make"): "staging",
+    ("tier/staging.py", "take"): "staging",
 }
 
 
