@@ -106,7 +106,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         self._step_calls = StepCalls()
         self.global_steps = self.global_samples = self.micro_steps = self._backwards = 0
         self._window_begin = 0  # in micro_steps
-        self._in_engine_backward = self._scaled_by_user = self._syncing_off = False
+        self._in_engine_backward = self._scaled_by_user = self._may_overflow = self._syncing_off = False
         self.is_compiled = False
         self._forced_boundary: bool | None = None
         self._compiled = contextlib.ExitStack()  # closed, every forward is what it was
@@ -259,6 +259,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         assert self.basic_optimizer is not None
         config, schedule = self._config, self.lr_scheduler
         undoes = schedule is None or hasattr(schedule, "load_state_dict")  # a step too many
+        may_overflow, self._may_overflow = self._scaler.dynamic or self._may_overflow, False
         try:
             self._parts.hooks.take_edits()
             if schedule is not None:
@@ -268,8 +269,8 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
                 self._views,
                 StepOptions(
                     clip=config.gradient_clipping,
-                    need_norm=config.zero.compute_grad_norm or self.fp16_enabled() or self._scaler.dynamic,
-                    skip_nonfinite=config.bf16.check_grad_overflow or not self.bfloat16_enabled(),
+                    need_norm=config.zero.compute_grad_norm or self.fp16_enabled() or may_overflow,
+                    skip_nonfinite=config.bf16.check_grad_overflow or not self.bfloat16_enabled() or may_overflow,
                     loss_scale=self._scaler.loss_scale,
                     at_once=self._scaler.dynamic or not undoes,
                 ),
@@ -314,7 +315,9 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
             return
         caller, divides = _running[-1] if _running else (None, True)
         done = scale if caller is None else caller._factor(divides=divides) or 1.0
-        if scale != 1.0 and not self._scaled_by_user and (caller is None or caller.loss_scale() == 1.0):
+        self._may_overflow = self._may_overflow or caller is not None and caller.dynamic_loss_scale()
+        scaled = self._scaled_by_user or caller is not None and (caller.dynamic_loss_scale() or caller.loss_scale() > 1)
+        if scale != 1.0 and not scaled:
             raise UsageError(
                 f"loss.backward() was called directly while the loss scale is {scale:g}; call "
                 "engine.backward(loss), or engine.scale(loss).backward()"

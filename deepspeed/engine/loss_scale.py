@@ -99,11 +99,15 @@ class DynamicLossScaler(LossScaler):
         self.cur_hysteresis = int(state.get("cur_hysteresis", self.delayed_shift))
 
 
+def computes_in_fp16(cfg: DeepSpeedConfig) -> bool:
+    """Return whether forwards compute in fp16, by autocast or throughout."""
+    return (cfg.torch_autocast.dtype if cfg.torch_autocast.enabled else cfg.compute_dtype) == "fp16"
+
+
 def build_loss_scaler(cfg: DeepSpeedConfig) -> LossScaler:
     """Build a config's scaler: for fp16 as its block says, dynamic for autocast to it, 1 for every other dtype."""
     fp16 = cfg.fp16 if cfg.fp16.enabled else Fp16Config()
-    computes = cfg.torch_autocast.dtype if cfg.torch_autocast.enabled else cfg.compute_dtype
-    if computes != "fp16" or fp16.loss_scale:
+    if not computes_in_fp16(cfg) or fp16.loss_scale:
         return LossScaler(fp16.loss_scale or 1.0)
     return DynamicLossScaler(
         2.0**fp16.initial_scale_power,

@@ -15,6 +15,7 @@ from torch import nn
 
 from deepspeed.comm.collectives import AxisGroup, sum_in_place
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine.loss_scale import computes_in_fp16
 from deepspeed.errors import UsageError
 
 IGNORED = -100  # the label of what has no loss
@@ -26,7 +27,7 @@ class TokenWeights:
 
     def __init__(self, config: DeepSpeedConfig, device: torch.device, sequence: AxisGroup) -> None:
         self._sequence = sequence  # the ranks that share each batch
-        self._shift, self._narrow = config.normalize == "next_tokens", config.fp16.enabled
+        self._shift, self._narrow = config.normalize == "next_tokens", computes_in_fp16(config)
         self._count: torch.Tensor | int | None = None  # of the last forward
         self._forwards, self._twice = 0, False  # since the last backward; another has weighed its loss already
         self._anew = False  # the next forward is the first of a window

@@ -174,11 +174,13 @@ def _exchanged(
     transfer.wait()
     row, choice = torch.nonzero_static(local >= 0, size=routes.pairs).unbind(1)
     numbers.begin_parts()  # ranks with the same tokens compute different ones here, and draw the same elsewhere
-    outputs = compute(rows[row], local[row, choice, None], scales[row, choice, None])
-    if not routes.pairs:  # the weights have a gradient all the same: ranks reduce in one order
-        nothing = rows.new_zeros(1, rows.shape[1]), local.new_zeros(1, 1), scales.new_zeros(1, 1)
-        outputs = outputs + compute(*nothing).sum()
-    numbers.end_parts()
+    try:
+        outputs = compute(rows[row], local[row, choice, None], scales[row, choice, None])
+        if not routes.pairs:  # the weights have a gradient all the same: ranks reduce in one order
+            nothing = rows.new_zeros(1, rows.shape[1]), local.new_zeros(1, 1), scales.new_zeros(1, 1)
+            outputs = outputs + compute(*nothing).sum()
+    finally:
+        numbers.end_parts()
     summed = _sum_rows(outputs, row, len(rows)).to(hidden.dtype)
     back = {"sent": routes.received, "received": routes.sent}
     returned = exchange_rows(anchored(summed, rows, scales), group, **back)

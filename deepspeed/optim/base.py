@@ -141,7 +141,7 @@ class GroupStep(torch.optim.Optimizer):
                 if param.itemsize == 2 and ours.get("fp32_states"):
                     saved = state_dict["state"].get(number, {})
                     for key in saved.keys() & set(self.slots) - {"step"}:
-                        self.state[param][key] = saved[key].to(param.device, torch.float32)
+                        self.state[param][key] = saved[key].to(param.device, torch.float32, copy=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
         """Drop the gradients, or zero them where ``set_grad_none=False`` was given."""

@@ -347,7 +347,9 @@ class PipelineModule(nn.Module):
     def tied_homes(self) -> dict[str, tuple[int, ...]]:
         """Return prefix of parameter names, up to a dot -> pipeline ranks, for what several ranks hold."""
         holders = self._holders()
-        if isinstance(self.loss_fn, nn.Module):  # the last stage calls it, all have it
+        if isinstance(self.loss_fn, nn.Module) and any(
+            True for _ in self.loss_fn.parameters()
+        ):  # the last stage calls it, all have it
             holders["loss_fn"] = tuple(range(self.num_stages))
         return {f"{name}.": ranks for name, ranks in holders.items() if len(ranks) > 1}
 

@@ -86,7 +86,7 @@ class UpdateMetrics:
                 log_dist(text, level=logging.WARNING)
         if not self._monitor.enabled:
             return
-        scale = engine.loss_scale() if engine.fp16_enabled() else None
+        scale = engine.loss_scale() if engine.fp16_enabled() or engine.dynamic_loss_scale() else None
         values = {
             "lr": next((group["lr"] for group in engine._groups()), None),
             "loss_scale": scale,

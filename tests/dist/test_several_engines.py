@@ -116,6 +116,24 @@ def test_backward_of_one_engine_gives_others_their_gradients(pool2: RankPool, na
         assert error <= (5e-3 if "scale" in name else TOLERANCE)
 
 
+def overflow_of_one() -> tuple[int, int, bool]:
+    """Updates that each of two engines leaves out, and whether the weights of the one without a scale are finite."""
+    low = {"fp16": {"enabled": True, "initial_scale_power": 32}}
+    first, second = start(_chained(), make_config(2, bf16={"enabled": True})), start(_chained(), make_config(2, **low))
+    second.backward(second(first(torch.ones(4, 5).bfloat16()).half()).float().square().mean())
+    for engine in (first, second):
+        engine.step()
+    finite = all(bool(p.isfinite().all()) for p in first.module.parameters())
+    skipped = first.skipped_steps, second.skipped_steps
+    for engine in (first, second):
+        engine.destroy()
+    return *skipped, finite
+
+
+def test_an_overflow_in_the_engine_that_calls_backward_is_left_out_by_all(pool2: RankPool) -> None:
+    assert pool2.run(overflow_of_one) == [(1, 1, True)] * 2
+
+
 def through_a_frozen_engine() -> tuple[float | None, str]:
     """The norm of an engine whose loss is a frozen fp16 engine's; what an fp16 engine that trains says instead."""
     low = {"fp16": {"enabled": True}}

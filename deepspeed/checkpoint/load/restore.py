@@ -232,7 +232,8 @@ def _scalars_of(view: OptimView, match: Comparison) -> tuple[dict[str, Any], dic
     # A parameter without any has not been updated: it was frozen, or the checkpoint lacks it (refused where strict).
     by_name = {s.name: match.scalars.get(s.name, {}) for s in segments_of(view)} or {"": {}}
     counts = {name: numbers.get("step", 0) for name, numbers in by_name.items()}
-    names, most = [name for name in by_name if by_name[name]], max(counts, key=lambda name: float(counts[name]))
+    names = [name for name in by_name if by_name[name]]
+    most = max(names or by_name, key=lambda name: float(counts[name]))
     packed = [{k: collect.pack_scalar(v) for k, v in by_name[name].items() if k != "step"} for name in names]
     differing = sorted({k for one in packed for k in one if any(other.get(k) != one[k] for other in packed)})
     if differing:

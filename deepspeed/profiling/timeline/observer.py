@@ -186,7 +186,9 @@ class Observer:
         """Note the loss: ``backward`` is given one; ``train_batch`` returns one, after the boundary."""
         batch, given = method.__name__ == "train_batch", args[0] if args else kwargs.get("loss")
         if not batch and isinstance(given, torch.Tensor) and given.numel() == 1:
-            part = not kwargs.get("scale_wrt_gas", True)  # of a loss: the caller has divided it
+            part = not (
+                args[2] if len(args) > 2 else kwargs.get("scale_wrt_gas", True)
+            )  # of a loss: the caller has divided it
             self._losses = [sum(self._losses, given.detach())] if part else [*self._losses, given.detach()]
         result = method(*args, **kwargs)
         if batch:
@@ -270,7 +272,8 @@ class Observer:
     def _facts(self) -> dict[str, Any]:
         engine = self._engine
         facts = {"samples": engine.global_samples, "lr": next((group["lr"] for group in engine._groups()), None)}
-        facts |= {"loss_scale": engine.loss_scale()} if engine.fp16_enabled() else {}
+        if engine.fp16_enabled() or engine.dynamic_loss_scale():
+            facts["loss_scale"] = engine.loss_scale()
         return facts | ({"metrics": dict(self._metrics)} if self._metrics else {})
 
     def _pass_on(self, *, wait: bool = False, last: bool = False) -> None:
