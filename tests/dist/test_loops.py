@@ -109,7 +109,8 @@ def with_a_graph(losses: Losses, call: Call) -> None:
         if engine_of(call) is None:
             call(loss)
         else:
-            with warnings.catch_warnings(action="ignore"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 loss.backward(create_graph=True)
 
 

@@ -372,6 +372,14 @@ _STEPS = (
         ("tests/dist/test_loops.py::test_misuse_is_refused_and_the_engine_goes_on[0]",),
         "no_sync ends when its body raises",
     ),
+    Mutant(
+        "S9",
+        "deepspeed/engine/engine.py",
+        "self.runtime.gradients.scale = self._factor(divides=divides) / done",
+        "self.runtime.gradients.scale = self._factor(divides=True) / self._scaler.loss_scale",
+        ("tests/dist/test_several_engines.py::test_backward_of_one_engine_gives_others_their_gradients[one window]",),
+        "one backward gives each engine gradients of its own window",
+    ),
 )
 
 _WEIGHTS = (
@@ -501,6 +509,22 @@ _CHECKPOINTS = (
         "pass",
         (f"{_COMPLETE}::test_switches_leave_out_what_they_name",),
         "the learning-rate schedule is restored",
+    ),
+    Mutant(
+        "K10",
+        "deepspeed/checkpoint/load/restore.py",
+        "if k not in _OWN_OPTIONS or k not in group})",
+        'if k != "params"})',
+        (f"{_COMPLETE}::test_classes_of_one_method_take_each_others_state",),
+        "how an optimizer computes does not come from a checkpoint",
+    ),
+    Mutant(
+        "K9",
+        "deepspeed/engine/checkpoint.py",
+        "RandomStates.agree(self.mesh.tp)",
+        "pass",
+        ("tests/dist/test_tensor_parallel.py::test_dropout_is_the_same_on_what_is_whole_after_a_load_of_other_ranks",),
+        "ranks that share layers draw the same random numbers after a load of another layout",
     ),
     Mutant(
         "H1",

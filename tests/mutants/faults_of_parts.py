@@ -433,6 +433,14 @@ PIPELINES = (
         (f"{_STAGED}[layers shared, a tied head, no parts]",),
         "a head that is tied over stages is cut alike on all of them, or on none",
     ),
+    Mutant(
+        "PL9",
+        "deepspeed/pipe/plain.py",
+        "self._model.training = mode",
+        "pass",
+        ("tests/dist/test_pipeline_plain_models.py::test_the_outermost_model_trains_and_evaluates_as_its_parts_do",),
+        "a model that is cut by its blocks evaluates without dropout of its own",
+    ),
 )
 
 COMPILED = (
