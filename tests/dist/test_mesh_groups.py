@@ -125,9 +125,11 @@ def _limits(minutes: int) -> set[timedelta]:
         mesh = build_mesh("gloo", inner_size=1, reducing=True)
     finally:
         c10d._set_pg_timeout(before)
-    limits = {group.pg._get_backend(torch.device("cpu")).options._timeout for group in mesh.made if group.pg}
+    limits = [group.pg._get_backend(torch.device("cpu")).options._timeout for group in mesh.made if group.pg]
     destroy_mesh(mesh)
-    return limits
+    return {
+        timedelta(seconds=round(limit.total_seconds())) for limit in limits
+    }  # torch 2.15 takes off some milliseconds
 
 
 def test_groups_wait_as_long_as_the_user_chose_for_the_job(pool2: RankPool) -> None:
