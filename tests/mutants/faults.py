@@ -273,7 +273,7 @@ _STEPS = (
     Mutant(
         "R5",
         "deepspeed/engine/engine.py",
-        "gradients.scale = 1.0\n        self",
+        "self.runtime.gradients.scale = 1.0\n        self",
         "self",
         ("tests/dist/test_loops.py::test_loop[every_other_plainly-3]",),
         "a plain backward's 1 / accumulation does not stay for the next backward",
