@@ -109,6 +109,21 @@ class Checks:
                 self._engine._recover(error)
             raise
 
+    def may_compile(self, options: dict[str, Any], *, absent: bool) -> None:
+        """Raise UsageError for what is ``absent``, inside a pass, or for CUDA graphs over parameters that move."""
+        self.alive()
+        if absent:
+            raise UsageError("engine.compile: schedule and compiled_autograd_enabled are not in this release")
+        self.between_passes("engine.compile")
+        graphs = (options.get("options") or {}).get("triton.cudagraphs")
+        captures = graphs or options.get("mode") in ("reduce-overhead", "max-autotune")
+        if captures and any(unit.movable for unit in self._runtime.units):
+            raise UsageError(
+                f"engine.compile(compile_kwargs={options}) captures CUDA graphs, which need parameters that stay where "
+                "they are, and under this configuration they are sharded or offloaded; use another mode "
+                "('max-autotune-no-cudagraphs', 'default') or a stage below 3"
+            )
+
     def end_flow(self) -> None:
         """End a stream of weights that was left open."""
         flow = self.open_flow()

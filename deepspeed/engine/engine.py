@@ -43,7 +43,7 @@ from deepspeed.zero.step import StepOptions, take_step
 from deepspeed.zero.sync.failures import serving
 
 # The engine whose ``backward`` runs, and whether it has divided the loss: for others that its graph goes through, too.
-_running: list[tuple["DeepSpeedEngine", bool]] = []
+running: list[tuple["DeepSpeedEngine", bool]] = []
 
 
 class DeepSpeedEngine(EngineFacts, nn.Module):
@@ -106,7 +106,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         self._step_calls = StepCalls()
         self.global_steps = self.global_samples = self.micro_steps = self._backwards = 0
         self._window_begin = 0  # in micro_steps
-        self._in_engine_backward = self._scaled_by_user = self._may_overflow = self._syncing_off = False
+        self._scaled_by_user = self._may_overflow = self._syncing_off = False
         self.is_compiled = False
         self._forced_boundary: bool | None = None
         self._compiled = contextlib.ExitStack()  # closed, every forward is what it was
@@ -202,8 +202,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
             noted = loss if self._tokens is None else divided
             self.update_metrics.note_loss(noted.detach(), part=not scale_wrt_gas)  # without waiting
         flushes = self.runtime.flushes
-        self._in_engine_backward = True
-        _running.append((self, scale_wrt_gas))
+        running.append((self, scale_wrt_gas))
         try:
             with self._clock("backward"):
                 scaled = divided * self._scaler.loss_scale if self._scaler.loss_scale != 1.0 else divided
@@ -215,8 +214,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
             self._recover(error)
             raise
         finally:
-            self._in_engine_backward = False
-            _running.pop()
+            running.pop()
         return loss.detach() if divided is loss or self._tokens is not None else divided
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -311,13 +309,13 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         scale = self._scaler.loss_scale
         self.runtime.gradients.scale = 1.0
         self.runtime.update.begin_backward(scale)
-        if self._in_engine_backward:
+        caller, divides = running[-1] if running else (None, True)
+        if caller is self:
             return
-        caller, divides = _running[-1] if _running else (None, True)
+        scales = caller is not None and (caller.dynamic_loss_scale() or caller.loss_scale() != 1.0)
+        self._may_overflow |= scales
         done = scale if caller is None else caller._factor(divides=divides) or 1.0
-        self._may_overflow = self._may_overflow or caller is not None and caller.dynamic_loss_scale()
-        scaled = self._scaled_by_user or caller is not None and (caller.dynamic_loss_scale() or caller.loss_scale() > 1)
-        if scale != 1.0 and not scaled:
+        if scale != 1.0 and not (self._scaled_by_user or scales):
             raise UsageError(
                 f"loss.backward() was called directly while the loss scale is {scale:g}; call "
                 "engine.backward(loss), or engine.scale(loss).backward()"
@@ -449,20 +447,8 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
             backend: Of ``torch.compile``; ``compile_kwargs`` are its other keywords.
             schedule: Has to be None, and ``compiled_autograd_enabled`` False: they are not in this release.
         """
-        self._checks.alive()
         options = dict(compile_kwargs or {})
-        if schedule is not None or compiled_autograd_enabled:
-            raise UsageError("engine.compile: schedule and compiled_autograd_enabled are not in this release")
-        if self.runtime.depth or self.runtime.in_backward:
-            raise UsageError("engine.compile was called inside a forward or backward; call it between two steps")
-        graphs = (options.get("options") or {}).get("triton.cudagraphs")
-        captures = graphs or options.get("mode") in ("reduce-overhead", "max-autotune")
-        if captures and any(unit.movable for unit in self.runtime.units):
-            raise UsageError(
-                f"engine.compile(compile_kwargs={options}) captures CUDA graphs, which need parameters that stay where "
-                "they are, and under this configuration they are sharded or offloaded; use another mode "
-                "('max-autotune-no-cudagraphs', 'default') or a stage below 3"
-            )
+        self._checks.may_compile(options, absent=schedule is not None or compiled_autograd_enabled)
         self._compiled.close()
         self._compiled.callback(self._parts.hooks.compile(torch.compile(backend=backend, **options)))
         self.is_compiled = True

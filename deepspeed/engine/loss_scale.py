@@ -3,7 +3,6 @@
 from typing import Any
 
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.model.blocks import Fp16Config
 from deepspeed.errors import UsageError
 
 
@@ -106,7 +105,7 @@ def computes_in_fp16(cfg: DeepSpeedConfig) -> bool:
 
 def build_loss_scaler(cfg: DeepSpeedConfig) -> LossScaler:
     """Build a config's scaler: for fp16 as its block says, dynamic for autocast to it, 1 for every other dtype."""
-    fp16 = cfg.fp16 if cfg.fp16.enabled else Fp16Config()
+    fp16 = cfg.fp16 if cfg.fp16.enabled else type(cfg.fp16)()  # its defaults
     if not computes_in_fp16(cfg) or fp16.loss_scale:
         return LossScaler(fp16.loss_scale or 1.0)
     return DynamicLossScaler(

@@ -14,7 +14,7 @@ from deepspeed.client.data_loader import RepeatingLoader
 from deepspeed.comm.collectives import failures, gather_objects, is_of_backend, sum_in_place
 from deepspeed.comm.mesh.groups import leave_note
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.engine import DeepSpeedEngine
+from deepspeed.engine.engine import DeepSpeedEngine, running
 from deepspeed.errors import NotYetError, PipelineError, UsageError
 from deepspeed.monitor.log import log_dist
 from deepspeed.pipe.links import Links
@@ -175,7 +175,7 @@ class PipelineEngine(DeepSpeedEngine):
         """Run the schedule on this rank, with every parameter whole. ``wanted``: options of ``Pass``."""
         self._links.begin(order, kinds)
         one = Pass(order, self._links, self.module, batch, compute=self._compute, alarm=self._lose, **wanted)
-        self._in_engine_backward = True
+        running.append((self, True))
         try:
             with contextlib.ExitStack() as whole:
                 try:
@@ -188,7 +188,7 @@ class PipelineEngine(DeepSpeedEngine):
             self._give_up(error)
             raise
         finally:
-            self._in_engine_backward = False
+            running.pop()
 
     def _give_up(self, error: BaseException, *, agreed: bool = False) -> None:
         """Count the batch as not run. ``agreed``: all ranks raise; else end every wait for this rank."""

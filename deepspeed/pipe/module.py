@@ -347,10 +347,8 @@ class PipelineModule(nn.Module):
     def tied_homes(self) -> dict[str, tuple[int, ...]]:
         """Return prefix of parameter names, up to a dot -> pipeline ranks, for what several ranks hold."""
         holders = self._holders()
-        if isinstance(self.loss_fn, nn.Module) and any(
-            True for _ in self.loss_fn.parameters()
-        ):  # the last stage calls it, all have it
-            holders["loss_fn"] = tuple(range(self.num_stages))
+        if isinstance(self.loss_fn, nn.Module) and [*self.loss_fn.parameters()]:
+            holders["loss_fn"] = tuple(range(self.num_stages))  # all have it, the last stage calls it
         return {f"{name}.": ranks for name, ranks in holders.items() if len(ranks) > 1}
 
     def describe(self, rank: int) -> str:

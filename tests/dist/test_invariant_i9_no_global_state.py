@@ -111,7 +111,7 @@ STATEFUL = ("dict", "list", "set", "count", "defaultdict", "threading.local", "C
 # Names whose value may change at run time although they live in a module, each with its reason.
 ALLOWED = {
     "client/zero/init.py:_numbers": "a source of unique numbers",
-    "engine/engine.py:_running": "a graph through several engines has one backward, and its loss one factor",
+    "engine/engine.py:running": "a graph through several engines has one backward, and its loss one factor",
     "zero/module/attributes.py:_ids": "a source of unique numbers",
 }
 
