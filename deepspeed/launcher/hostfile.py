@@ -24,7 +24,7 @@ EXPORT_ENVS = [
     *("CUDA_DEVICE_", "CUDA_LAUNCH", "CUDA_MODULE"),
 ]
 # What decides how the launchers themselves behave must be the same on all hosts.
-_OUR_OWN = ("DS_ACCELERATOR", "DS_JOIN_TIMEOUT_S", "DS_HOST_TIMEOUT_S")
+_OUR_OWN = ("DS_ACCELERATOR", "DS_HANG_NOTICE", "DS_HOST_TIMEOUT_S", "DS_JOIN_TIMEOUT_S")
 # Microsoft's AISC platform sets these on each host by itself.
 _SET_BY_AISC = ("NCCL_IB_HCA", "UCX_NET_DEVICES")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")

@@ -391,7 +391,7 @@ class ZeroConfig(unread.ZeroOptimizationKeys):
     sub_group_size: Count = key(10**9, "Elements per tile of an update that rests on a drive; absent means 2,097,152.")
     zero_hpz_partition_size: Count = key(1, "Ranks that hold one copy of the parameters; other states spread wider.")
     prefetch_bucket_size: Count = key(50_000_000, "Elements gathered ahead of use; the next unit always is, unless 0.")
-    param_persistence_threshold: Count = key(100_000, "Parameters with fewer elements stay whole on every rank.")
+    param_persistence_threshold: Count = key(100_000, "Parameters of up to so many elements stay whole on every rank.")
     model_persistence_threshold: Count = key(_MAX_INT64, "Most elements, over all parameters, that may stay whole.")
     max_live_parameters: Count = key(10**9, "Most gathered elements that may wait for their next use.")
     max_reuse_distance: Count = key(10**9, "Keep parameters used again within so many elements; absent releases them.")
