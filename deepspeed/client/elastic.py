@@ -154,7 +154,6 @@ class SaveKeeper:
         self, engine: SavedEngine, folder: str | os.PathLike[str], *, every: int, state: dict[str, Any]
     ) -> None:
         self._engine, self._folder, self._every, self._state = weakref.proxy(engine), str(folder), every, state
-        self._saved = engine.global_steps  # the update that was saved, or loaded, last
         self._alarm: Alarm | None = None
         deadline_s = engine._config.checkpoint.emergency_deadline
         if deadline_s is not None:
@@ -170,10 +169,9 @@ class SaveKeeper:
         # The group may be the device's alone.
         asked = 0 if self._alarm is None else max(gather_objects(self._alarm.asked, engine.mesh.talk))
         due = self._every > 0 and step % self._every == 0
-        if (due or asked) and self._saved != step:
+        if due or asked:
             begun = time.monotonic()
             engine.save_checkpoint(self._folder, client_state={_STATE: self._state})
-            self._saved = step
             if asked:
                 log_dist(f"the checkpoint of update {step} took {time.monotonic() - begun:.1f} s")
         if asked and self._alarm is not None:

@@ -102,6 +102,29 @@ def test_a_signal_to_one_rank_makes_all_save_the_same_update(tmp_path: Path, poo
     assert [file.name for file in tmp_path.glob("global_step*")] == ["global_step3"]
 
 
+def _rolled_back(folder: str) -> str:
+    """The course in the newest checkpoint, where update 4 was trained and saved, left for checkpoint 2, and trained
+    again.
+    """
+    config = elastic.CONFIG | {"checkpoint": {"emergency_deadline": None}}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(8, 1), config=config)
+    state = take_part(engine, folder, every=2)
+    for course in ("first", "second"):
+        state["course"] = course
+        while engine.global_steps < 4:
+            engine.backward(engine(torch.ones(3, 8)).sum())
+            engine.step()
+        if course == "first":
+            engine.load_checkpoint(folder, tag="global_step2")
+    found = engine.load_checkpoint(folder)[1]["take_part"]["course"]
+    engine.destroy()
+    return str(found)
+
+
+def test_an_update_that_is_trained_again_after_a_rollback_is_saved_again(tmp_path: Path, pool1: RankPool) -> None:
+    assert pool1.run(_rolled_back, str(tmp_path)) == ["second"]
+
+
 def _open() -> tuple[int, list[str]]:
     """How many files and pipes this process has open, and its threads that wait for signals."""
     return len(os.listdir("/proc/self/fd")), [t.name for t in threading.enumerate() if t.name == "emergency-save"]
