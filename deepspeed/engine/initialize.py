@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import replace
 from pydoc import ErrorDuringImport, locate
 from typing import Any
@@ -106,7 +107,7 @@ def initialize(
         engine = _assemble(model, source, lasting, dims=dims, optimizer=optimizer, parameters=model_parameters)
         engine.local_rank, engine.collate_fn = local_rank, collate_fn
         engine.mpu = engine.mpu if mpu is None else mpu
-        engine.lr_scheduler = _choose_scheduler(engine._config, engine.basic_optimizer, lr_scheduler)
+        engine.lr_scheduler = _choose_scheduler(engine, lr_scheduler)
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data)
         observe(engine)
@@ -215,7 +216,7 @@ def _assemble(
     _mark_leaves(model, cfg)
     order = names_by_group(model, base.param_groups if base is not None else [])
     if base is not None:
-        lasting.callback(_give_back, base, [[*group["params"]] for group in base.param_groups])
+        lasting.callback(_give_back, base, [{"params": [*group["params"]]} for group in base.param_groups])
         check_fresh(base)
         plan = _shared_update(plan, base, mesh, device)
     facts, facts_of = _facts(cfg, mesh, (mesh.zero if dims.registered or mesh.cuts else mesh.data).size), None
@@ -235,9 +236,9 @@ def _assemble(
     return engine
 
 
-def _give_back(optimizer: torch.optim.Optimizer, params: list[list[nn.Parameter]]) -> None:
-    for group, given in zip(optimizer.param_groups, params, strict=False):
-        group["params"] = given
+def _give_back(optimizer: torch.optim.Optimizer, given: list[dict[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, given, strict=False):
+        group.update(values)
 
 
 def _optimizer(
@@ -462,14 +463,21 @@ def _facts(cfg: DeepSpeedConfig, mesh: Mesh, losses: int) -> UnitFacts:
     return UnitFacts(mesh, total, early, DTYPES[wire] if wire else None, sanity_checks=cfg.zero.enable_sanity_checks)
 
 
-def _choose_scheduler(cfg: DeepSpeedConfig, base: torch.optim.Optimizer | None, client: Any) -> Any:
+def _choose_scheduler(engine: DeepSpeedEngine, client: Any) -> Any:
+    base, block = engine.basic_optimizer, engine._config.scheduler
     if base is None:
         return None
-    _tell_of_two("scheduler", client, cfg.scheduler)
+    _tell_of_two("scheduler", client, block)
     if client is not None:
         makes = callable(client) and (isinstance(client, type) or not hasattr(client, "step"))
         return client(base) if makes else client
-    return build_scheduler(cfg.scheduler.type, cfg.scheduler.params, base) if cfg.scheduler is not None else None
+    if block is None:
+        return None
+    # A client's optimizer may go to another engine, whose schedule takes these for its own.
+    names = ("lr", "betas", "momentum")
+    given = [{n: deepcopy(group[n]) for n in names if n in group} for group in base.param_groups]
+    engine._lasting.callback(_give_back, base, given)
+    return build_scheduler(block.type, block.params, base)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

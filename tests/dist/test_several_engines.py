@@ -485,3 +485,30 @@ def offloaded_reference() -> tuple[float, str, list[str]]:
 def test_a_reference_beside_an_offloaded_policy_needs_no_configuration_of_its_own(pool2: RankPool) -> None:
     for error, kind, said in pool2.run(offloaded_reference):
         assert (error, kind) == (0.0, "NoneType") and "offload_optimizer has no effect at stage 0" in said[0]
+
+
+def scheduled_optimizer(scheduler: dict[str, Any]) -> tuple[str, bool, bool]:
+    """What a start that fails after it has made a schedule says; whether the schedule writes to a client's optimizer;
+    and whether that holds its own settings after the failure, and after an engine that has trained.
+    """
+    case = case_named("plain")
+    model = case.build()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.25)
+    config = make_config(1, optimizer=None, scheduler=scheduler)
+    seen = [[(group["lr"], group["betas"]) for group in optimizer.param_groups]]
+    said = outcome(lambda: start(model, config | {"observe": {"run": "/dev/null/run"}}, optimizer=optimizer))
+    seen.append([(group["lr"], group["betas"]) for group in optimizer.param_groups])
+    engine = start(model, config, optimizer=optimizer)
+    train_step(engine, case, 0)
+    changed = (engine.get_lr()[0], engine.get_mom()[0]) != seen[0][0]
+    engine.destroy()
+    seen.append([(group["lr"], group["betas"]) for group in optimizer.param_groups])
+    return said, changed, seen[0] == seen[1] == seen[2]
+
+
+def test_a_configured_schedule_leaves_a_clients_optimizer_its_own_rates(pool1: RankPool) -> None:
+    cosine = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}
+    cycle = {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}}
+    for scheduler in (cosine, cycle):
+        said, changed, same = pool1.run(scheduled_optimizer, scheduler)[0]
+        assert "observe.run" in said and changed and same, scheduler
