@@ -9,7 +9,6 @@ from torch.utils.data import IterableDataset, SequentialSampler
 
 from deepspeed.accelerator.device import DTYPES
 from deepspeed.client.attrs import answers
-from deepspeed.client.comm.groups import GETTERS
 from deepspeed.client.data_loader import DeepSpeedDataLoader
 from deepspeed.errors import UsageError, pending_function, raise_not_yet
 from deepspeed.moe.state import load_moe_state_dict
@@ -31,6 +30,7 @@ class EngineFacts:
     dp_world_size = property(attrgetter("mesh.data.size"), doc="Data-parallel ranks.")
     mp_world_size = property(attrgetter("mesh.tp.size"), doc="Tensor-parallel ranks.")
     data_parallel_group = seq_data_parallel_group = property(attrgetter("mesh.data.pg"), doc="A process group.")
+    seq_parallel_group = property(attrgetter("mesh.sp.pg"), doc="The group of ranks that share a sequence, or None.")
 
     managed_gradient_accumulation = property(attrgetter("_managed"), doc="Whether the engine counts micro-batches.")
     pipeline_parallelism = False
@@ -104,12 +104,6 @@ class EngineFacts:
     get_model_parallel_rank = get_tensor_parallel_rank = answers(
         "mesh.tp.index", "This rank among the tensor-parallel ones."
     )
-
-    @property
-    def seq_parallel_group(self) -> Any:
-        """Return the process group of ranks that share a sequence; None where each rank has whole sequences."""
-        shared = GETTERS["get_sequence_parallel_world_size"]() > 1
-        return GETTERS["get_sequence_parallel_group"]() if shared else None
 
     get_sequence_parallel_group = answers("seq_parallel_group", "``seq_parallel_group``.")
     _groups = answers(lambda self: self.basic_optimizer.param_groups if self.basic_optimizer is not None else [])

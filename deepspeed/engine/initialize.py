@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from deepspeed.accelerator.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.client.comm import comms_log
-from deepspeed.client.comm.groups import forget_mpu, forget_topology, register_mpu, register_topology
+from deepspeed.client.comm.groups import hold_registered
 from deepspeed.client.hybrid_engine import DeepSpeedHybridEngine, check_generates
 from deepspeed.client.lr_schedules import build_scheduler
 from deepspeed.client.mpu import Ways, ways_of_mesh, ways_of_mpu
@@ -101,8 +101,7 @@ def initialize(
             raise UsageError(f"deepspeed.initialize needs model=<nn.Module>, got {type(model).__name__}")
         source = _config_source(args, config, config_params)
         if mpu is not None:
-            register_mpu(mpu)
-            lasting.callback(forget_mpu, mpu)
+            lasting.callback(hold_registered("mpu", mpu).give_back)
         dims = _ways(model, mpu, mesh_param)
         engine = _assemble(model, source, lasting, dims=dims, optimizer=optimizer, parameters=model_parameters)
         engine.local_rank, engine.collate_fn = local_rank, collate_fn
@@ -203,8 +202,7 @@ def _assemble(
     plan = make_plan(cfg, job.size // (dims.pp * dims.tp), settings_of(cfg))
     lasting.enter_context(watched(cfg.hang_timeout))
     mesh = _mesh(backend, cfg, plan, dims)
-    register_topology(mesh.topology if dims.shared > 1 else None)
-    lasting.callback(forget_topology, mesh.topology)
+    lasting.callback(hold_registered("topology", mesh.topology if dims.shared > 1 else None).give_back)
     split(model, cfg, mesh, base, lasting)
     mesh = wire_sequences(model, cfg, mesh, dims, lasting)
     save_memory(model, cfg.sequence, shared=mesh.tp.size > 1, back=lasting)
