@@ -470,6 +470,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
 
     def _forget_window(self) -> None:
         self._backwards = 0
+        self.update_metrics.forget()
         self._step_calls.restart()
         if self._tokens is not None:
             self._tokens.forget()

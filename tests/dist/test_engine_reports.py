@@ -16,6 +16,7 @@ import deepspeed.comm as comm
 from deepspeed.client.comm import comms_log
 from deepspeed.errors import DeepSpeedConfigError, NotYetError
 from deepspeed.monitor.log import logger
+from deepspeed.monitor.runfile import read_run
 from deepspeed.tools.verify.grads import full_gradients, full_parameters, scaled_error
 from deepspeed.tools.verify.models import MicroBatch, case_named
 from deepspeed.tools.verify.reference import trainable
@@ -289,6 +290,30 @@ def divided_by_the_caller(folder: str) -> list[float]:
 def test_a_loss_that_the_caller_divides_is_reported_as_the_mean_of_the_update(pool1: RankPool, tmp_path: Path) -> None:
     """As transformers.Trainer divides it."""
     assert pool1.run(divided_by_the_caller, str(tmp_path)) == [[8.0] * 4]
+
+
+def lost_on_the_way(folder: str) -> list[float]:
+    """The train_loss of updates, and the losses of their record, where the loss 100 came before in a backward that
+    raised, and in a window that was dropped.
+    """
+    blocks = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"}}
+    engine = start(torch.nn.Linear(4, 1), make_config(1, observe={"run": f"{folder}/record"}, **blocks))
+    for raises in (True, False):
+        lost = engine(torch.zeros(1, 4)).sum() * 0 + 100.0
+        if raises:
+            lost.register_hook(lambda _: [].pop())
+        said = outcome(lambda lost=lost: engine.backward(lost, scale_wrt_gas=False))
+        assert ("IndexError" in said) is raises
+        engine.zero_grad()
+        engine.backward(engine(torch.zeros(1, 4)).sum() * 0 + 8.0, scale_wrt_gas=False)
+        engine.step()
+    engine.destroy()
+    rows = Path(folder, "run", "Train_Samples_train_loss.csv").read_text().splitlines()[1:]
+    return [float(row.split(",")[1]) for row in rows] + [line["loss"] for line in read_run(f"{folder}/record").updates]
+
+
+def test_a_loss_that_was_lost_is_in_no_report(pool1: RankPool, tmp_path: Path) -> None:
+    assert pool1.run(lost_on_the_way, str(tmp_path)) == [[8.0] * 4]
 
 
 def written_by_one(folder: str, *, on: int) -> list[str]:
