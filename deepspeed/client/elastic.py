@@ -48,12 +48,20 @@ def take_part(engine: SavedEngine, folder: str | os.PathLike[str], *, every: int
     From then on ``engine.step()`` saves every ``every`` updates (0: only when asked). SIGTERM and SIGUSR1 on any rank
     make all ranks save at the same update, within ``checkpoint.emergency_deadline`` seconds, and end with
     ``PreemptedExit`` (status 200). Returns a dict of the program's own, empty at first, which is saved with every
-    checkpoint. Collective. Raises UsageError for an empty folder or a negative ``every``.
+    checkpoint. Collective. Raises UsageError for an empty folder, a negative ``every``, and beside another engine that
+    signals save.
     """
     if not str(folder):
         raise UsageError("take_part needs a folder for checkpoints that all ranks share, and got an empty name")
     if every < 0:
         raise UsageError(f"take_part(every={every}): the number of updates between two checkpoints cannot be negative")
+    deadline_s, heard_by = engine._config.checkpoint.emergency_deadline, signal.getsignal(SIGNALS[0])
+    alone = engine._checkpoints._keeper is not None or not isinstance(getattr(heard_by, "__self__", None), Alarm)
+    if deadline_s is not None and not alone:
+        raise UsageError(
+            "take_part: signals save another engine of this process already, and then end the program. Set "
+            "checkpoint.emergency_deadline to null for this one, and save it where the program catches PreemptedExit"
+        )
     engine._checkpoints.may_begin = True
     loaded = engine.load_checkpoint(folder)[1] or {}
     state: dict[str, Any] = loaded.get(_STATE, {})

@@ -24,6 +24,7 @@ from tests.harness.elastic import ElasticJob, records, settings
 from tests.harness.launched import wait_until
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
+from tests.harness.training import outcome
 
 pytestmark = pytest.mark.timeout(900)
 FOUR = ("--num_gpus", "4", "--min_ranks", "2", "--max_ranks", "4")
@@ -140,6 +141,29 @@ def test_engines_that_took_part_end_in_any_order_and_leave_no_thread_and_no_pipe
     second.close()
     wait_until(lambda: _open() == before[0], 30, "the pipe and the thread to go")
     assert [signal.getsignal(number) for number in SIGNALS] == before[1] and not late
+
+
+def _two_take_part(folder: str) -> list[str]:
+    """What engines say that take part: the first, the second beside it, the first again, one whose deadline is null, and
+    the second when the first has ended.
+    """
+    quiet = elastic.CONFIG | {"checkpoint": {"emergency_deadline": None}}
+    actor, critic, silent = (
+        deepspeed.initialize(model=nn.Linear(8, 1), config=config)[0]
+        for config in (elastic.CONFIG, elastic.CONFIG, quiet)
+    )
+    said = [outcome(lambda engine=engine: take_part(engine, folder)) for engine in (actor, critic, actor, silent)]
+    actor.destroy()
+    said.append(outcome(lambda: take_part(critic, folder)))
+    critic.destroy()
+    silent.destroy()
+    return said
+
+
+def test_signals_save_one_engine_of_a_process_and_another_is_refused(tmp_path: Path, pool1: RankPool) -> None:
+    (said,) = pool1.run(_two_take_part, str(tmp_path))
+    assert [bool(text) for text in said] == [False, True, False, False, False]
+    assert "UsageError" in said[1] and "catches PreemptedExit" in said[1]
 
 
 def _said_at_the_start(folder: str, latest: bytes | None) -> tuple[int, list[str], list[str]]:
