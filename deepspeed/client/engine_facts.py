@@ -1,5 +1,6 @@
 """The engine's answers to questions of clients about its configuration and its place among the ranks."""
 
+import gc
 from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,7 @@ class EngineFacts:
     dynamic_loss_scale = answers("_scaler.dynamic", "Whether the loss scale adapts to overflows.")
     get_data_parallel_rank = answers("mesh.data.index", "This rank among the data-parallel ones.")
     get_wall_clock_timers = answers("timers", "Timers by name, in ms; stand-ins unless ``wall_clock_breakdown`` is on.")
+    collect_python_gc = answers(lambda self: gc.collect(), "Collect cyclic garbage now; return the number of objects.")
     memory_plan = answers("_parts.memory", "What a rank's states hold per tier, in bytes, as computed beforehand.")
     get_global_grad_norm = answers(
         lambda self: self._outcomes.hear().last.norm,

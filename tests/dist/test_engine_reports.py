@@ -316,6 +316,32 @@ def test_a_loss_that_was_lost_is_in_no_report(pool1: RankPool, tmp_path: Path) -
     assert pool1.run(lost_on_the_way, str(tmp_path)) == [[8.0] * 4]
 
 
+def updated_by_the_optimizer(folder: str) -> dict[str, Any]:
+    """What is told and kept of four updates by ``optimizer.step()``, as Lightning's Fabric makes them."""
+    blocks = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"}}
+    blocks["flops_profiler"] = {"enabled": True, "profile_step": 0, "output_file": f"{folder}/flops"}
+    engine = start(torch.nn.Linear(4, 1), make_config(1, steps_per_print=1, observe={"run": f"{folder}/r"}, **blocks))
+    followed: list[int] = []
+    engine._after_update.append(lambda: followed.append(engine.global_steps))
+    with logged(set_level=logging.INFO) as lines:
+        for _ in range(4):
+            engine.backward(engine(torch.ones(1, 4)).sum())
+            engine.optimizer.step()
+    kept = len(engine.update_metrics._losses)
+    engine.destroy()
+    rows = Path(folder, "run", "Train_Samples_train_loss.csv").read_text().splitlines()[1:]
+    found = {"rows": len(rows), "kept": kept, "followed": followed, "profile": Path(folder, "flops").read_text() != ""}
+    found["recorded"] = [line["step"] for line in read_run(f"{folder}/r").updates]
+    return found | {"printed": sum("step=" in line and "lr=" in line for line in lines)}
+
+
+def test_updates_by_the_optimizers_step_are_reported_too(pool1: RankPool, tmp_path: Path) -> None:
+    (found,) = pool1.run(updated_by_the_optimizer, str(tmp_path))
+    updates = [1, 2, 3, 4]
+    assert found["followed"] == found["recorded"] == updates and found["profile"]
+    assert (found["rows"], found["printed"], found["kept"]) == (4, 4, 0)
+
+
 def written_by_one(folder: str, *, on: int) -> list[str]:
     """The CSV files of a run whose loss is weighed over all ranks, where rank ``on`` alone enables the monitor."""
     enabled = torch.distributed.get_rank() == on

@@ -47,8 +47,10 @@ class DeepSpeedOptimizer:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update once with the gradients at hand (clients without the engine's ``step`` call this). Collective."""
         loss = closure() if closure is not None else None
-        self._engine._update()
+        with self._engine._clock("step"):
+            self._engine._update()
         self._engine._step_calls.optimizer_step(self._engine.lr_scheduler)
+        self._engine._end_call(updated=True)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
