@@ -281,6 +281,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
             self._recover(error)
             raise
         samples = self._micro * self.mesh.data.size * (self._gas if self._managed else self._backwards)
+        self.tput_timer.batch_size = samples
         self._backwards, self._updated = 0, True
         self._step_calls.restart(stepped=True)
         if self._tokens is not None:

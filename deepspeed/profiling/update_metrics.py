@@ -133,7 +133,7 @@ class UpdateMetrics:
             return {}
         if not seconds:
             return {}
-        rates = {"samples_per_s": engine.train_batch_size() / seconds}
+        rates = {"samples_per_s": engine.tput_timer.batch_size / seconds}
         if tokens:
             whole = engine.mesh.cuts and not self._of_parts
             rates["tokens_per_s"] = tokens * (engine.mesh.data if whole else engine.mesh.zero).size / seconds
