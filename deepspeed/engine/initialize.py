@@ -188,7 +188,7 @@ def _assemble(
     check_same_config(cfg, job)
     hold_settings(lasting, log_level=cfg.log_level, no_collection=cfg.disable_python_gc)
     lasting.callback(hold_clipping().give_back)
-    monitor = MonitorMaster(cfg)
+    monitor = MonitorMaster(cfg, first=job.index == 0)
     monitor.enabled = gather_objects(monitor.enabled, job)[0]  # the first rank writes, some of it of all ranks
     lasting.callback(monitor.close)
     _log_notes(cfg)

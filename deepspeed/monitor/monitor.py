@@ -137,16 +137,16 @@ def _in_words(error: Exception) -> str:
 class MonitorMaster:
     """Pass events to every writer that the configuration enables; ``monitor_config`` has the blocks as attributes.
 
-    ``enabled`` is the same on all ranks; only rank 0 writes. Raises DeepSpeedConfigError on all ranks where a package
-    is missing or a file cannot be written. A service that refuses rank 0 causes a warning and is left out.
+    ``enabled`` is the same on all ranks; the ``first`` (or rank 0) writes. Raises DeepSpeedConfigError on all ranks
+    where a package is missing or a file cannot be written. A service that refuses it causes a warning and is left out.
     """
 
-    def __init__(self, monitor_config: Any) -> None:
+    def __init__(self, monitor_config: Any, *, first: bool | None = None) -> None:
         blocks = {name: block for name in _WRITERS if (block := getattr(monitor_config, name, None)) and block.enabled}
         self.enabled = bool(blocks)
         needs = {name: _needed(name, block) for name, block in blocks.items()}  # what cannot work fails on all ranks
         self._writers: dict[str, Writer] = {}
-        for name, need in needs.items() if rank() == 0 else ():
+        for name, need in needs.items() if (rank() == 0 if first is None else first) else ():
             try:
                 self._writers[name] = _WRITERS[name][1](blocks[name], need)
             except Exception as error:  # of a service: no login, no network. The other ranks would wait for this one

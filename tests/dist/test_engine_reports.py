@@ -6,6 +6,7 @@ import gc
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -359,6 +360,23 @@ def written_by_one(folder: str, *, on: int) -> list[str]:
 def test_the_first_rank_may_have_a_monitor_alone_and_another_rank_none(pool2: RankPool, tmp_path: Path) -> None:
     assert pool2.run(written_by_one, str(tmp_path / "second"), on=1) == [[]] * 2
     assert "Train_Samples_train_loss.csv" in pool2.run(written_by_one, str(tmp_path / "first"), on=0)[0]
+
+
+def written_apart(folder: str) -> list[str]:
+    """The files of the monitor of this rank's engine, one of two that have a rank each."""
+    alone = [torch.distributed.new_group([rank]) for rank in range(2)][torch.distributed.get_rank()]
+    block = {"enabled": True, "output_path": folder, "job_name": str(torch.distributed.get_rank())}
+    mpu = SimpleNamespace(get_data_parallel_group=lambda: alone)
+    engine = start(torch.nn.Linear(4, 1), make_config(1, csv_monitor=block), mpu=mpu)
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    engine.destroy()
+    torch.distributed.destroy_process_group(alone)
+    return sorted(path.name for path in Path(folder, block["job_name"]).glob("*loss.csv"))
+
+
+def test_an_engine_without_the_jobs_first_rank_writes_its_metrics_too(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(written_apart, str(tmp_path)) == [["Train_Samples_train_loss.csv"]] * 2
 
 
 def unwritable(folder: str) -> tuple[str, str, bool]:
