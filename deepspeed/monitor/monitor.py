@@ -106,6 +106,7 @@ def _wandb(settings: Any, wandb: Any) -> Writer:
 def _comet(settings: Any, comet: Any) -> Writer:
     """Log to a Comet experiment; send a metric when ``samples_log_interval`` samples have passed since its last one."""
     names = ("api_key", "workspace", "project", "experiment_key", "mode", "online")
+    running = getattr(comet, "get_running_experiment", lambda: None)()  # the user's, who ends it
     experiment = comet.start(**{n: getattr(settings, n) for n in names if getattr(settings, n) is not None})
     if settings.experiment_name is not None:
         experiment.set_name(settings.experiment_name)
@@ -113,11 +114,11 @@ def _comet(settings: Any, comet: Any) -> Writer:
 
     def write(events: Sequence[Event]) -> None:
         for name, value, step in events:
-            if name not in sent or step - sent[name] >= settings.samples_log_interval:
+            if name not in sent or abs(step - sent[name]) >= settings.samples_log_interval:
                 sent[name] = step
                 experiment.log_metric(name, value, step=step)
 
-    return write, experiment.end
+    return write, (lambda: None) if experiment is running else experiment.end
 
 
 # Block of the configuration: the module it needs, where it needs one; and what makes its writer.
