@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset, SequentialSampler
 
 from deepspeed.accelerator.device import DTYPES
-from deepspeed.client.attrs import answers
+from deepspeed.client.attrs import answers, attribute_of
 from deepspeed.client.data_loader import DeepSpeedDataLoader
 from deepspeed.errors import UsageError, pending_function, raise_not_yet
 from deepspeed.moe.state import load_moe_state_dict
@@ -51,6 +51,8 @@ class EngineFacts:
     dump_state = answers("_config.dump_state", "Whether the whole configuration is logged at the start.")
     log_level = answers("_config.log_level", "The key ``log_level``.")
     autotp_size = answers("_config.tensor_parallel.autotp_size", "Ranks that share each layer, by the configuration.")
+    skipped_steps = attribute_of(lambda self: self._outcomes.hear(), "skipped", "Updates that were left out so far.")
+    overflowed = attribute_of(lambda self: self._outcomes.hear(), "overflowed", "Whether the last update was left out.")
     was_step_applied = answers(lambda self: self._updated and not self.overflowed, "Whether the last step() updated.")
 
     def _gradient_divisor(self, *, together: bool) -> float:
@@ -157,26 +159,6 @@ class EngineFacts:
         """Return the optimizer's groups when the outcome of every update is known, and the schedule stands right."""
         self._outcomes.hear()
         return [*self._groups()]
-
-    @property
-    def skipped_steps(self) -> int:
-        """Return how many updates were left out, as a gradient was not finite."""
-        return int(self._outcomes.hear().skipped)
-
-    @skipped_steps.setter
-    def skipped_steps(self, value: int) -> None:
-        """Set the count, as a checkpoint has it."""
-        self._outcomes.hear().skipped = value
-
-    @property
-    def overflowed(self) -> bool:
-        """Return whether the last update was left out."""
-        return bool(self._outcomes.hear().overflowed)
-
-    @overflowed.setter
-    def overflowed(self, value: bool) -> None:
-        """Set it, as a state of the optimizer has it."""
-        self._outcomes.hear().overflowed = value
 
     @property
     def communication_data_type(self) -> torch.dtype:

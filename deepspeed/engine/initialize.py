@@ -1,6 +1,5 @@
 """The composition root: ``initialize`` puts config, mesh, optimizer, ZeRO and engine together."""
 
-import argparse
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -472,16 +471,6 @@ def _choose_scheduler(engine: DeepSpeedEngine, client: Any) -> Any:
     if block is None:
         return None
     # A client's optimizer may go to another engine, whose schedule takes these for its own.
-    names = ("lr", "betas", "momentum")
-    given = [{n: deepcopy(group[n]) for n in names if n in group} for group in base.param_groups]
+    given = [{n: deepcopy(g[n]) for n in ("lr", "betas", "momentum") if n in g} for g in base.param_groups]
     engine._lasting.callback(_give_back, base, given)
     return build_scheduler(block.type, block.params, base)
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--deepspeed``, ``--deepspeed_config`` and their deprecated spellings to ``parser`` and return it."""
-    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    for flag, text in (("deepspeed", "Enable DeepSpeed (helper flag for user code)"), ("deepscale", "Deprecated")):
-        group.add_argument(f"--{flag}", action="store_true", help=text)
-        group.add_argument(f"--{flag}_config", type=str, help="DeepSpeed json configuration file.")
-    return parser

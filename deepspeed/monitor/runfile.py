@@ -8,7 +8,6 @@ they say. ``ranks.json`` beside it is replaced: the state of every rank now.
 """
 
 import contextlib
-import errno
 import fcntl
 import json
 import math
@@ -141,7 +140,7 @@ def _claim(file: int) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno not in (errno.EACCES, errno.EAGAIN)
+        return not isinstance(error, BlockingIOError)
     return True
 
 

@@ -130,7 +130,6 @@ class Observer:
             drive_bytes=lambda: sum(drive.used_bytes for drive in engine._parts.tiers.drives),
         )
         put(engine, "train_batch" if hasattr(engine, "_links") else "backward", self._hear_loss)
-        put(engine, "_forget_window", self._forget_losses)
         put(engine, "save_checkpoint", self._timed_save)
         put(engine, "load_checkpoint", self._timed_load)
         put(engine.monitor, "write_events", self._hear_metrics)
@@ -188,16 +187,13 @@ class Observer:
         batch, given = method.__name__ == "train_batch", args[0] if args else kwargs.get("loss")
         if not batch and isinstance(given, torch.Tensor) and given.numel() == 1:
             part = not (args[2] if len(args) > 2 else kwargs.get("scale_wrt_gas", True))  # the caller has divided it
-            self._losses = [sum(self._losses, given.detach())] if part else [*self._losses, given.detach()]
+            kept = self._losses if self._engine._backwards else []  # a window begins, perhaps anew
+            self._losses = [sum(kept, given.detach())] if part else [*kept, given.detach()]
         result = method(*args, **kwargs)
         if batch:
             step, outcome, _, facts = self._waiting[-1]
             self._waiting[-1] = step, outcome, LateMean([result.detach()]), facts
         return result
-
-    def _forget_losses(self, method: Callable[..., Any]) -> None:
-        self._losses = []
-        method()
 
     def _hear_metrics(self, method: Callable[..., Any], events: Any) -> Any:
         self._metrics |= {str(name): float(value) for name, value, _ in events}
