@@ -144,8 +144,8 @@ def test_engines_that_took_part_end_in_any_order_and_leave_no_thread_and_no_pipe
 
 
 def _two_take_part(folder: str) -> list[str]:
-    """What engines say that take part: the first, the second beside it, the first again, one whose deadline is null, and
-    the second when the first has ended.
+    """What engines say that take part: the first, the second beside it, the first again, one whose deadline is null,
+    and the second when the first has ended.
     """
     quiet = elastic.CONFIG | {"checkpoint": {"emergency_deadline": None}}
     actor, critic, silent = (

@@ -174,7 +174,8 @@ def test_all_contradictions_are_listed() -> None:
 
 
 RULES = '"train_batch_size": 1, "fp16": {"enabled": true},\n"bfloat16": {\n"enabled": true},\n'
-RULES += '"zero_optimization": {"stage": 1,\n"pipeline_loading_checkpoint": true, "offload_optimizer": {\n"device": "nvme"}}'
+RULES += '"zero_optimization": {"stage": 1,\n"pipeline_loading_checkpoint": true,'
+RULES += '"offload_optimizer": {\n"device": "nvme"}}'
 ZERO = '"train_batch_size": 1,\n"zero_optimization": {\n'
 ZERO += '"legacy_stage1": true,\n"max_live_parameters": 1,\n"stage3_max_live_parameters": 2}'
 
