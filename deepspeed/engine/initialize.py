@@ -471,6 +471,6 @@ def _choose_scheduler(engine: DeepSpeedEngine, client: Any) -> Any:
     if block is None:
         return None
     # A client's optimizer may go to another engine, whose schedule takes these for its own.
-    given = [{n: deepcopy(g[n]) for n in ("lr", "betas", "momentum") if n in g} for g in base.param_groups]
+    given = [{n: deepcopy(v) for n, v in g.items() if n in ("lr", "betas", "momentum")} for g in base.param_groups]
     engine._lasting.callback(_give_back, base, given)
     return build_scheduler(block.type, block.params, base)
