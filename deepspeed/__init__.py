@@ -41,7 +41,7 @@ _LAZY = {
     "OnDevice": "deepspeed.accelerator.device:",
     "PipelineEngine": "deepspeed.pipe.engine:",
     "PipelineModule": "deepspeed.pipe:",
-    "add_config_arguments": "deepspeed.engine.initialize:",
+    "add_config_arguments": "deepspeed.client.legacy:",
     "checkpointing": "deepspeed.client.activation",
     "get_accelerator": "deepspeed.accelerator:",
     "init_distributed": "deepspeed.comm:",

@@ -53,6 +53,12 @@ def answers(getter: str | Callable[[Any], Any], text: str | None = None) -> Any:
     return _Answer(operator.attrgetter(getter) if isinstance(getter, str) else getter, text)
 
 
+def attribute_of(holder: str | Callable[[Any], Any], name: str, text: str | None = None) -> Any:
+    """Make a property that is the attribute ``name`` of what its object has at the path, or of ``holder(self)``."""
+    of = operator.attrgetter(holder) if isinstance(holder, str) else holder
+    return property(lambda self: getattr(of(self), name), lambda self, value: setattr(of(self), name, value), doc=text)
+
+
 def of_part(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Return a method that calls ``method`` of the object's ``part``, with its signature and docstring."""
 

@@ -48,12 +48,20 @@ def take_part(engine: SavedEngine, folder: str | os.PathLike[str], *, every: int
     From then on ``engine.step()`` saves every ``every`` updates (0: only when asked). SIGTERM and SIGUSR1 on any rank
     make all ranks save at the same update, within ``checkpoint.emergency_deadline`` seconds, and end with
     ``PreemptedExit`` (status 200). Returns a dict of the program's own, empty at first, which is saved with every
-    checkpoint. Collective. Raises UsageError for an empty folder or a negative ``every``.
+    checkpoint. Collective. Raises UsageError for an empty folder, a negative ``every``, and beside another engine that
+    signals save.
     """
     if not str(folder):
         raise UsageError("take_part needs a folder for checkpoints that all ranks share, and got an empty name")
     if every < 0:
         raise UsageError(f"take_part(every={every}): the number of updates between two checkpoints cannot be negative")
+    deadline_s, heard_by = engine._config.checkpoint.emergency_deadline, signal.getsignal(SIGNALS[0])
+    alone = engine._checkpoints._keeper is not None or not isinstance(getattr(heard_by, "__self__", None), Alarm)
+    if deadline_s is not None and not alone:
+        raise UsageError(
+            "take_part: signals save another engine of this process already, and then end the program. Set "
+            "checkpoint.emergency_deadline to null for this one, and save it where the program catches PreemptedExit"
+        )
     engine._checkpoints.may_begin = True
     loaded = engine.load_checkpoint(folder)[1] or {}
     state: dict[str, Any] = loaded.get(_STATE, {})
@@ -154,7 +162,6 @@ class SaveKeeper:
         self, engine: SavedEngine, folder: str | os.PathLike[str], *, every: int, state: dict[str, Any]
     ) -> None:
         self._engine, self._folder, self._every, self._state = weakref.proxy(engine), str(folder), every, state
-        self._saved = engine.global_steps  # the update that was saved, or loaded, last
         self._alarm: Alarm | None = None
         deadline_s = engine._config.checkpoint.emergency_deadline
         if deadline_s is not None:
@@ -170,10 +177,9 @@ class SaveKeeper:
         # The group may be the device's alone.
         asked = 0 if self._alarm is None else max(gather_objects(self._alarm.asked, engine.mesh.talk))
         due = self._every > 0 and step % self._every == 0
-        if (due or asked) and self._saved != step:
+        if due or asked:
             begun = time.monotonic()
             engine.save_checkpoint(self._folder, client_state={_STATE: self._state})
-            self._saved = step
             if asked:
                 log_dist(f"the checkpoint of update {step} took {time.monotonic() - begun:.1f} s")
         if asked and self._alarm is not None:

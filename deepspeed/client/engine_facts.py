@@ -1,5 +1,6 @@
 """The engine's answers to questions of clients about its configuration and its place among the ranks."""
 
+import gc
 from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -8,8 +9,7 @@ import torch
 from torch.utils.data import IterableDataset, SequentialSampler
 
 from deepspeed.accelerator.device import DTYPES
-from deepspeed.client.attrs import answers
-from deepspeed.client.comm.groups import GETTERS
+from deepspeed.client.attrs import answers, attribute_of
 from deepspeed.client.data_loader import DeepSpeedDataLoader
 from deepspeed.errors import UsageError, pending_function, raise_not_yet
 from deepspeed.moe.state import load_moe_state_dict
@@ -31,6 +31,7 @@ class EngineFacts:
     dp_world_size = property(attrgetter("mesh.data.size"), doc="Data-parallel ranks.")
     mp_world_size = property(attrgetter("mesh.tp.size"), doc="Tensor-parallel ranks.")
     data_parallel_group = seq_data_parallel_group = property(attrgetter("mesh.data.pg"), doc="A process group.")
+    seq_parallel_group = property(attrgetter("mesh.sp.pg"), doc="The group of ranks that share a sequence, or None.")
 
     managed_gradient_accumulation = property(attrgetter("_managed"), doc="Whether the engine counts micro-batches.")
     pipeline_parallelism = False
@@ -50,6 +51,8 @@ class EngineFacts:
     dump_state = answers("_config.dump_state", "Whether the whole configuration is logged at the start.")
     log_level = answers("_config.log_level", "The key ``log_level``.")
     autotp_size = answers("_config.tensor_parallel.autotp_size", "Ranks that share each layer, by the configuration.")
+    skipped_steps = attribute_of(lambda self: self._outcomes.hear(), "skipped", "Updates that were left out so far.")
+    overflowed = attribute_of(lambda self: self._outcomes.hear(), "overflowed", "Whether the last update was left out.")
     was_step_applied = answers(lambda self: self._updated and not self.overflowed, "Whether the last step() updated.")
 
     def _gradient_divisor(self, *, together: bool) -> float:
@@ -63,6 +66,7 @@ class EngineFacts:
     dynamic_loss_scale = answers("_scaler.dynamic", "Whether the loss scale adapts to overflows.")
     get_data_parallel_rank = answers("mesh.data.index", "This rank among the data-parallel ones.")
     get_wall_clock_timers = answers("timers", "Timers by name, in ms; stand-ins unless ``wall_clock_breakdown`` is on.")
+    collect_python_gc = answers(lambda self: gc.collect(), "Collect cyclic garbage now; return the number of objects.")
     memory_plan = answers("_parts.memory", "What a rank's states hold per tier, in bytes, as computed beforehand.")
     get_global_grad_norm = answers(
         lambda self: self._outcomes.hear().last.norm,
@@ -104,12 +108,6 @@ class EngineFacts:
     get_model_parallel_rank = get_tensor_parallel_rank = answers(
         "mesh.tp.index", "This rank among the tensor-parallel ones."
     )
-
-    @property
-    def seq_parallel_group(self) -> Any:
-        """Return the process group of ranks that share a sequence; None where each rank has whole sequences."""
-        shared = GETTERS["get_sequence_parallel_world_size"]() > 1
-        return GETTERS["get_sequence_parallel_group"]() if shared else None
 
     get_sequence_parallel_group = answers("seq_parallel_group", "``seq_parallel_group``.")
     _groups = answers(lambda self: self.basic_optimizer.param_groups if self.basic_optimizer is not None else [])
@@ -161,26 +159,6 @@ class EngineFacts:
         """Return the optimizer's groups when the outcome of every update is known, and the schedule stands right."""
         self._outcomes.hear()
         return [*self._groups()]
-
-    @property
-    def skipped_steps(self) -> int:
-        """Return how many updates were left out, as a gradient was not finite."""
-        return int(self._outcomes.hear().skipped)
-
-    @skipped_steps.setter
-    def skipped_steps(self, value: int) -> None:
-        """Set the count, as a checkpoint has it."""
-        self._outcomes.hear().skipped = value
-
-    @property
-    def overflowed(self) -> bool:
-        """Return whether the last update was left out."""
-        return bool(self._outcomes.hear().overflowed)
-
-    @overflowed.setter
-    def overflowed(self, value: bool) -> None:
-        """Set it, as a state of the optimizer has it."""
-        self._outcomes.hear().overflowed = value
 
     @property
     def communication_data_type(self) -> torch.dtype:

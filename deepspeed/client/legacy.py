@@ -1,5 +1,6 @@
 """Names that programs import for their own sake: most are no more than that here, and the classes have no instance."""
 
+import argparse
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,3 +27,12 @@ def get_bfloat16_config(param_dict: Mapping[str, Any]) -> Bf16Config:
     """Parse the block ``bf16``, or ``bfloat16``, of a configuration dict. Raises ValueError for wrong content."""
     blocks = (param_dict.get(name) for name in ("bf16", "bfloat16"))
     return Bf16Config(**next((block for block in blocks if block is not None), {}))
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed``, ``--deepspeed_config`` and their deprecated spellings to ``parser`` and return it."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    for flag, text in (("deepspeed", "Enable DeepSpeed (helper flag for user code)"), ("deepscale", "Deprecated")):
+        group.add_argument(f"--{flag}", action="store_true", help=text)
+        group.add_argument(f"--{flag}_config", type=str, help="DeepSpeed json configuration file.")
+    return parser

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import gc
 import importlib
 import math
 import weakref
@@ -231,23 +230,27 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
                 self._update()
             if self.lr_scheduler is not None:
                 self._outcomes.step_schedule(self.lr_scheduler, self.basic_optimizer, lr_kwargs or {})
-            every = self._config.steps_per_print
-            if every and self.global_steps % every == 0:
-                self.timers.log(PHASES)
-                rates = f"lr={[float(f'{rate:.6g}') for rate in self.get_lr()]}, mom={self.get_mom()}"
-                log_dist(f"step={self.global_steps}, skipped={self.skipped_steps}, {rates}")
-            if self.update_metrics.wanted:
-                self.update_metrics.report(self, self._clock.take_spent_ms())
-            if self._clock.events:
-                self._clock.events.begin(METRICS)
-        if self.step_profile is not None:
-            self.step_profile.micro_batch_ends(self.global_steps if boundary else None)
-        self.tput_timer.stop(global_step=boundary)
         self.micro_steps += 1
         if boundary:
-            self._window_begin = self.micro_steps  # first, as what follows an update may save
-            for call in self._after_update:
-                call()
+            self._window_begin = self.micro_steps
+        self._end_call(updated=boundary)
+
+    def _end_call(self, *, updated: bool) -> None:
+        """Tell what watches the run that a micro-batch, or an update, has ended; call what follows an update."""
+        every = self._config.steps_per_print
+        if updated and every and self.global_steps % every == 0:
+            self.timers.log(PHASES)
+            rates = f"lr={[float(f'{rate:.6g}') for rate in self.get_lr()]}, mom={self.get_mom()}"
+            log_dist(f"step={self.global_steps}, skipped={self.skipped_steps}, {rates}")
+        if updated and self.update_metrics.wanted:
+            self.update_metrics.report(self, self._clock.take_spent_ms())
+        if updated and self._clock.events:
+            self._clock.events.begin(METRICS)
+        if self.step_profile is not None:
+            self.step_profile.micro_batch_ends(self.global_steps if updated else None)
+        self.tput_timer.stop(global_step=updated)
+        for call in self._after_update if updated else ():  # the last, as it may save
+            call()
 
     def _update(self) -> None:
         """Run one optimizer update from the gradients at hand, or none on overflow. Collective."""
@@ -278,6 +281,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
             self._recover(error)
             raise
         samples = self._micro * self.mesh.data.size * (self._gas if self._managed else self._backwards)
+        self.tput_timer.batch_size = samples
         self._backwards, self._updated = 0, True
         self._step_calls.restart(stepped=True)
         if self._tokens is not None:
@@ -470,6 +474,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
 
     def _forget_window(self) -> None:
         self._backwards = 0
+        self.update_metrics.forget()
         self._step_calls.restart()
         if self._tokens is not None:
             self._tokens.forget()
@@ -478,10 +483,6 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         """Recover from a plain ``loss.backward()`` that raised, of whose end the engine knows nothing."""
         if self.runtime.in_backward and not inside_backward():
             self._recover(UsageError("an earlier loss.backward() has raised"))
-
-    def collect_python_gc(self) -> int:
-        """Run a cyclic garbage collection now, for loops under ``disable_python_gc``; return the objects' number."""
-        return gc.collect()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(

@@ -1,10 +1,10 @@
 """The composition root: ``initialize`` puts config, mesh, optimizer, ZeRO and engine together."""
 
-import argparse
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import replace
 from pydoc import ErrorDuringImport, locate
 from typing import Any
@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from deepspeed.accelerator.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.client.comm import comms_log
-from deepspeed.client.comm.groups import forget_mpu, forget_topology, register_mpu, register_topology
+from deepspeed.client.comm.groups import hold_registered
 from deepspeed.client.hybrid_engine import DeepSpeedHybridEngine, check_generates
 from deepspeed.client.lr_schedules import build_scheduler
 from deepspeed.client.mpu import Ways, ways_of_mesh, ways_of_mpu
@@ -100,13 +100,12 @@ def initialize(
             raise UsageError(f"deepspeed.initialize needs model=<nn.Module>, got {type(model).__name__}")
         source = _config_source(args, config, config_params)
         if mpu is not None:
-            register_mpu(mpu)
-            lasting.callback(forget_mpu, mpu)
+            lasting.callback(hold_registered("mpu", mpu).give_back)
         dims = _ways(model, mpu, mesh_param)
         engine = _assemble(model, source, lasting, dims=dims, optimizer=optimizer, parameters=model_parameters)
         engine.local_rank, engine.collate_fn = local_rank, collate_fn
         engine.mpu = engine.mpu if mpu is None else mpu
-        engine.lr_scheduler = _choose_scheduler(engine._config, engine.basic_optimizer, lr_scheduler)
+        engine.lr_scheduler = _choose_scheduler(engine, lr_scheduler)
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data)
         observe(engine)
@@ -188,7 +187,7 @@ def _assemble(
     check_same_config(cfg, job)
     hold_settings(lasting, log_level=cfg.log_level, no_collection=cfg.disable_python_gc)
     lasting.callback(hold_clipping().give_back)
-    monitor = MonitorMaster(cfg)
+    monitor = MonitorMaster(cfg, first=job.index == 0)
     monitor.enabled = gather_objects(monitor.enabled, job)[0]  # the first rank writes, some of it of all ranks
     lasting.callback(monitor.close)
     _log_notes(cfg)
@@ -202,8 +201,7 @@ def _assemble(
     plan = make_plan(cfg, job.size // (dims.pp * dims.tp), settings_of(cfg))
     lasting.enter_context(watched(cfg.hang_timeout))
     mesh = _mesh(backend, cfg, plan, dims)
-    register_topology(mesh.topology if dims.shared > 1 else None)
-    lasting.callback(forget_topology, mesh.topology)
+    lasting.callback(hold_registered("topology", mesh.topology if dims.shared > 1 else None).give_back)
     split(model, cfg, mesh, base, lasting)
     mesh = wire_sequences(model, cfg, mesh, dims, lasting)
     save_memory(model, cfg.sequence, shared=mesh.tp.size > 1, back=lasting)
@@ -215,7 +213,7 @@ def _assemble(
     _mark_leaves(model, cfg)
     order = names_by_group(model, base.param_groups if base is not None else [])
     if base is not None:
-        lasting.callback(_give_back, base, [[*group["params"]] for group in base.param_groups])
+        lasting.callback(_give_back, base, [{"params": [*group["params"]]} for group in base.param_groups])
         check_fresh(base)
         plan = _shared_update(plan, base, mesh, device)
     facts, facts_of = _facts(cfg, mesh, (mesh.zero if dims.registered or mesh.cuts else mesh.data).size), None
@@ -235,9 +233,9 @@ def _assemble(
     return engine
 
 
-def _give_back(optimizer: torch.optim.Optimizer, params: list[list[nn.Parameter]]) -> None:
-    for group, given in zip(optimizer.param_groups, params, strict=False):
-        group["params"] = given
+def _give_back(optimizer: torch.optim.Optimizer, given: list[dict[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, given, strict=False):
+        group.update(values)
 
 
 def _optimizer(
@@ -462,20 +460,17 @@ def _facts(cfg: DeepSpeedConfig, mesh: Mesh, losses: int) -> UnitFacts:
     return UnitFacts(mesh, total, early, DTYPES[wire] if wire else None, sanity_checks=cfg.zero.enable_sanity_checks)
 
 
-def _choose_scheduler(cfg: DeepSpeedConfig, base: torch.optim.Optimizer | None, client: Any) -> Any:
+def _choose_scheduler(engine: DeepSpeedEngine, client: Any) -> Any:
+    base, block = engine.basic_optimizer, engine._config.scheduler
     if base is None:
         return None
-    _tell_of_two("scheduler", client, cfg.scheduler)
+    _tell_of_two("scheduler", client, block)
     if client is not None:
         makes = callable(client) and (isinstance(client, type) or not hasattr(client, "step"))
         return client(base) if makes else client
-    return build_scheduler(cfg.scheduler.type, cfg.scheduler.params, base) if cfg.scheduler is not None else None
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--deepspeed``, ``--deepspeed_config`` and their deprecated spellings to ``parser`` and return it."""
-    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    for flag, text in (("deepspeed", "Enable DeepSpeed (helper flag for user code)"), ("deepscale", "Deprecated")):
-        group.add_argument(f"--{flag}", action="store_true", help=text)
-        group.add_argument(f"--{flag}_config", type=str, help="DeepSpeed json configuration file.")
-    return parser
+    if block is None:
+        return None
+    # A client's optimizer may go to another engine, whose schedule takes these for its own.
+    given = [{n: deepcopy(v) for n, v in g.items() if n in ("lr", "betas", "momentum")} for g in base.param_groups]
+    engine._lasting.callback(_give_back, base, given)
+    return build_scheduler(block.type, block.params, base)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.client.comm.groups import forget_topology, register_topology
+from deepspeed.client.comm.groups import hold_registered
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.mesh.groups import Mesh, plain_mesh, with_experts
 from deepspeed.comm.mesh.topology import dense_topology
@@ -102,8 +102,7 @@ def _data_first(mesh: Mesh, back: ExitStack) -> Mesh:
             "the experts; set it to false"
         )
     topology = replace(mesh.topology or dense_topology(mesh.job.ranks), data_first=True)
-    register_topology(topology)
-    back.callback(forget_topology, topology)
+    back.callback(hold_registered("topology", topology).give_back)
     return replace(mesh, topology=topology)
 
 

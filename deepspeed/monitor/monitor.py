@@ -106,6 +106,7 @@ def _wandb(settings: Any, wandb: Any) -> Writer:
 def _comet(settings: Any, comet: Any) -> Writer:
     """Log to a Comet experiment; send a metric when ``samples_log_interval`` samples have passed since its last one."""
     names = ("api_key", "workspace", "project", "experiment_key", "mode", "online")
+    running = getattr(comet, "get_running_experiment", lambda: None)()  # the user's, who ends it
     experiment = comet.start(**{n: getattr(settings, n) for n in names if getattr(settings, n) is not None})
     if settings.experiment_name is not None:
         experiment.set_name(settings.experiment_name)
@@ -113,11 +114,11 @@ def _comet(settings: Any, comet: Any) -> Writer:
 
     def write(events: Sequence[Event]) -> None:
         for name, value, step in events:
-            if name not in sent or step - sent[name] >= settings.samples_log_interval:
+            if name not in sent or abs(step - sent[name]) >= settings.samples_log_interval:
                 sent[name] = step
                 experiment.log_metric(name, value, step=step)
 
-    return write, experiment.end
+    return write, (lambda: None) if experiment is running else experiment.end
 
 
 # Block of the configuration: the module it needs, where it needs one; and what makes its writer.
@@ -137,16 +138,16 @@ def _in_words(error: Exception) -> str:
 class MonitorMaster:
     """Pass events to every writer that the configuration enables; ``monitor_config`` has the blocks as attributes.
 
-    ``enabled`` is the same on all ranks; only rank 0 writes. Raises DeepSpeedConfigError on all ranks where a package
-    is missing or a file cannot be written. A service that refuses rank 0 causes a warning and is left out.
+    ``enabled`` is the same on all ranks; the ``first`` (or rank 0) writes. Raises DeepSpeedConfigError on all ranks
+    where a package is missing or a file cannot be written. A service that refuses it causes a warning and is left out.
     """
 
-    def __init__(self, monitor_config: Any) -> None:
+    def __init__(self, monitor_config: Any, *, first: bool | None = None) -> None:
         blocks = {name: block for name in _WRITERS if (block := getattr(monitor_config, name, None)) and block.enabled}
         self.enabled = bool(blocks)
         needs = {name: _needed(name, block) for name, block in blocks.items()}  # what cannot work fails on all ranks
         self._writers: dict[str, Writer] = {}
-        for name, need in needs.items() if rank() == 0 else ():
+        for name, need in needs.items() if (rank() == 0 if first is None else first) else ():
             try:
                 self._writers[name] = _WRITERS[name][1](blocks[name], need)
             except Exception as error:  # of a service: no login, no network. The other ranks would wait for this one

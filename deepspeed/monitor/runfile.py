@@ -8,7 +8,6 @@ they say. ``ranks.json`` beside it is replaced: the state of every rank now.
 """
 
 import contextlib
-import errno
 import fcntl
 import json
 import math
@@ -62,8 +61,8 @@ class RunFile:
         self._last_s, self._sums = -math.inf, _StepSums()
         self.write("start", format=FORMAT, **facts)
         if not alone:
-            text = f"observe.run: another process writes to {self._folder / RECORDS} too, and what both do gets mixed"
-            self.write("warning", level="WARNING", text=f"{text}. Name a folder for each run")
+            text = f"observe.run: another process or engine writes to {self._folder / RECORDS} too, and both get mixed"
+            self.write("warning", level="WARNING", text=f"{text}. Name a folder for each")
 
     def write(self, kind: str, **facts: Any) -> None:
         """Write one line, which is on its way to the disk when this returns."""
@@ -137,11 +136,11 @@ class _StepSums:
 
 
 def _claim(file: int) -> bool:
-    """Lock ``file`` for this process; return False where another process holds the lock, as far as the system knows."""
+    """Lock the open ``file``; return False where another process or engine has done so, as far as the system knows."""
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno not in (errno.EACCES, errno.EAGAIN)
+        return not isinstance(error, BlockingIOError)
     return True
 
 

@@ -180,6 +180,7 @@ class ThroughputTimer:
         self._start: Any = None
         self._spans = deque[tuple[int, Any, Any]]()  # updates before it, first and last event; not added up yet
         self._step_s = self._total_s = 0.0
+        self._samples = 0  # of the counted updates
 
     def update_epoch_count(self) -> None:
         """Begin a new epoch."""
@@ -208,6 +209,7 @@ class ThroughputTimer:
         self.micro_step_count += 1
         if not global_step:
             return
+        self._samples += self.batch_size if counted else 0
         every = self.steps_per_output
         report = counted and report_speed and every and (self.global_step_count + 1) % every == 0
         now = self.batch_size / max(self.step_elapsed_time, 1e-9) if report else 0.0
@@ -246,8 +248,8 @@ class ThroughputTimer:
 
     def avg_samples_per_sec(self) -> float:
         """Return samples per second over all counted updates; -inf before the first."""
-        counted, seconds = self.global_step_count - self.start_step, self.total_elapsed_time
-        return counted * self.batch_size / seconds if counted > 0 and seconds > 0 else float("-inf")
+        seconds = self.total_elapsed_time
+        return self._samples / seconds if self._samples and seconds > 0 else float("-inf")
 
 
 def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:

@@ -70,6 +70,10 @@ class UpdateMetrics:
         """Keep a micro-batch's loss, times its weight if it has one, or ``part`` of one, as divided by the caller."""
         self._losses = [sum(self._losses, loss.float())] if part else [*self._losses, loss.float()]
 
+    def forget(self) -> None:
+        """Drop the losses of a window that begins anew."""
+        self._losses = []
+
     def _loss(self, engine: Any) -> float | None:
         """Return the mean loss of the update's micro-batches, None without one; of weighed ones that of all ranks."""
         losses, self._losses = self._losses, []
@@ -129,7 +133,7 @@ class UpdateMetrics:
             return {}
         if not seconds:
             return {}
-        rates = {"samples_per_s": engine.train_batch_size() / seconds}
+        rates = {"samples_per_s": engine.tput_timer.batch_size / seconds}
         if tokens:
             whole = engine.mesh.cuts and not self._of_parts
             rates["tokens_per_s"] = tokens * (engine.mesh.data if whole else engine.mesh.zero).size / seconds

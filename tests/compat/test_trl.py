@@ -34,13 +34,14 @@ pytestmark = pytest.mark.timeout(240)
 STEPS = 3
 
 
-def prepared(stage: int, model: Any, *, trained: bool = True) -> tuple[Any, Any, Any]:
+def prepared(stage: int, model: Any, *, trained: bool = True, **zero: Any) -> tuple[Any, Any, Any]:
     from accelerate import DeepSpeedPlugin
     from accelerate.utils import DummyOptim
 
     forget_clients()
     adam = {"lr": LR, "eps": 1e-2, "weight_decay": 0.01}
     config = settings(stage, adam, gradient_accumulation_steps=1, train_batch_size="auto", gradient_clipping=0.0)
+    config["zero_optimization"] |= zero
     acc = gloo_accelerator(DeepSpeedPlugin(hf_ds_config=config))
     if not trained:
         return acc, None, None
@@ -96,7 +97,7 @@ def test_generation_between_training_steps(stage: int, gather: bool, checkpointi
         assert found["same"] and found["loss"] < 1e-5 and found["weights"] < 1e-5, found
 
 
-def reference_model(stage: int) -> dict[str, Any]:
+def reference_model(stage: int, offload: bool) -> dict[str, Any]:
     """``prepare_deepspeed``: an engine without optimizer (at stage 0 or 3), then hooks removed and added as for a
     policy.
     """
@@ -104,7 +105,8 @@ def reference_model(stage: int) -> dict[str, Any]:
 
     import deepspeed
 
-    acc, _, _ = prepared(stage, None, trained=False)
+    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    acc, _, _ = prepared(stage, None, trained=False, **zero)
     batch = batches(sentences(2))[0]
     with torch.no_grad():
         expected = llama().eval()(**batch).logits
@@ -125,10 +127,10 @@ def reference_model(stage: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "offload"), [(2, False), (2, True), (3, False)])
 @pytest.mark.parametrize("world", [1, 2])
-def test_reference_models_need_no_optimizer(stage: int, pool: RankPool) -> None:
-    for found in pool.run(reference_model, stage, time_limit=90):
+def test_reference_models_need_no_optimizer(stage: int, offload: bool, pool: RankPool) -> None:
+    for found in pool.run(reference_model, stage, offload, time_limit=90):
         assert found["error"] < 1e-5 and found["eval"]
         assert (found["stage"], found["kind"]) == ((3, "DeepSpeedZeRoOffload") if stage == 3 else (0, "NoneType"))
 

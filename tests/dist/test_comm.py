@@ -233,6 +233,26 @@ def test_the_getters_ask_the_mpu_of_initialize_until_its_engine_ends(pool2: Rank
     assert pool2.run(_told_by_the_mpu) == [[2, 7, 2, 2, 1]] * 2
 
 
+def _told_beside_others() -> list[Any]:
+    """What the getters tell of a sequence's ranks as the younger of two engines ends, and then the older one: of two
+    with one mpu; and of one that shares sequences beside one that does not, and what these tell themselves.
+    """
+    config, told = {"train_micro_batch_size_per_gpu": 1}, []
+    mpu = _SequenceHalves()
+    for cuts in (({"mpu": mpu}, {"mpu": mpu}), ({"mesh_param": (1, 2)}, {})):
+        engines = [deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config, **cut)[0] for cut in cuts]
+        shares = [engine.seq_parallel_group is not None for engine in engines]
+        engines[1].destroy()
+        older = deepspeed.utils.groups._get_sequence_parallel_world_size()
+        engines[0].destroy()
+        told += [shares, older, deepspeed.utils.groups._get_sequence_parallel_world_size()]
+    return told
+
+
+def test_an_engine_that_ends_leaves_the_getters_to_those_that_live(pool2: RankPool) -> None:
+    assert pool2.run(_told_beside_others) == [[[False, False], 2, 1, [True, False], 2, 1]] * 2
+
+
 def _cut_and_whole() -> None:
     rank, whole = comm.get_rank(), torch.arange(15.0).reshape(3, 5)
     part = PartitionedTensor(whole, dist.group.WORLD)

@@ -24,6 +24,7 @@ from tests.harness.elastic import ElasticJob, records, settings
 from tests.harness.launched import wait_until
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
+from tests.harness.training import outcome
 
 pytestmark = pytest.mark.timeout(900)
 FOUR = ("--num_gpus", "4", "--min_ranks", "2", "--max_ranks", "4")
@@ -102,6 +103,29 @@ def test_a_signal_to_one_rank_makes_all_save_the_same_update(tmp_path: Path, poo
     assert [file.name for file in tmp_path.glob("global_step*")] == ["global_step3"]
 
 
+def _rolled_back(folder: str) -> str:
+    """The course in the newest checkpoint, where update 4 was trained and saved, left for checkpoint 2, and trained
+    again.
+    """
+    config = elastic.CONFIG | {"checkpoint": {"emergency_deadline": None}}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(8, 1), config=config)
+    state = take_part(engine, folder, every=2)
+    for course in ("first", "second"):
+        state["course"] = course
+        while engine.global_steps < 4:
+            engine.backward(engine(torch.ones(3, 8)).sum())
+            engine.step()
+        if course == "first":
+            engine.load_checkpoint(folder, tag="global_step2")
+    found = engine.load_checkpoint(folder)[1]["take_part"]["course"]
+    engine.destroy()
+    return str(found)
+
+
+def test_an_update_that_is_trained_again_after_a_rollback_is_saved_again(tmp_path: Path, pool1: RankPool) -> None:
+    assert pool1.run(_rolled_back, str(tmp_path)) == ["second"]
+
+
 def _open() -> tuple[int, list[str]]:
     """How many files and pipes this process has open, and its threads that wait for signals."""
     return len(os.listdir("/proc/self/fd")), [t.name for t in threading.enumerate() if t.name == "emergency-save"]
@@ -117,6 +141,29 @@ def test_engines_that_took_part_end_in_any_order_and_leave_no_thread_and_no_pipe
     second.close()
     wait_until(lambda: _open() == before[0], 30, "the pipe and the thread to go")
     assert [signal.getsignal(number) for number in SIGNALS] == before[1] and not late
+
+
+def _two_take_part(folder: str) -> list[str]:
+    """What engines say that take part: the first, the second beside it, the first again, one whose deadline is null,
+    and the second when the first has ended.
+    """
+    quiet = elastic.CONFIG | {"checkpoint": {"emergency_deadline": None}}
+    actor, critic, silent = (
+        deepspeed.initialize(model=nn.Linear(8, 1), config=config)[0]
+        for config in (elastic.CONFIG, elastic.CONFIG, quiet)
+    )
+    said = [outcome(lambda engine=engine: take_part(engine, folder)) for engine in (actor, critic, actor, silent)]
+    actor.destroy()
+    said.append(outcome(lambda: take_part(critic, folder)))
+    critic.destroy()
+    silent.destroy()
+    return said
+
+
+def test_signals_save_one_engine_of_a_process_and_another_is_refused(tmp_path: Path, pool1: RankPool) -> None:
+    (said,) = pool1.run(_two_take_part, str(tmp_path))
+    assert [bool(text) for text in said] == [False, True, False, False, False]
+    assert "UsageError" in said[1] and "catches PreemptedExit" in said[1]
 
 
 def _said_at_the_start(folder: str, latest: bytes | None) -> tuple[int, list[str], list[str]]:

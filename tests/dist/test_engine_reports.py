@@ -6,6 +6,7 @@ import gc
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import deepspeed.comm as comm
 from deepspeed.client.comm import comms_log
 from deepspeed.errors import DeepSpeedConfigError, NotYetError
 from deepspeed.monitor.log import logger
+from deepspeed.monitor.runfile import read_run
 from deepspeed.tools.verify.grads import full_gradients, full_parameters, scaled_error
 from deepspeed.tools.verify.models import MicroBatch, case_named
 from deepspeed.tools.verify.reference import trainable
@@ -291,6 +293,56 @@ def test_a_loss_that_the_caller_divides_is_reported_as_the_mean_of_the_update(po
     assert pool1.run(divided_by_the_caller, str(tmp_path)) == [[8.0] * 4]
 
 
+def lost_on_the_way(folder: str) -> list[float]:
+    """The train_loss of updates, and the losses of their record, where the loss 100 came before in a backward that
+    raised, and in a window that was dropped.
+    """
+    blocks = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"}}
+    engine = start(torch.nn.Linear(4, 1), make_config(1, observe={"run": f"{folder}/record"}, **blocks))
+    for raises in (True, False):
+        lost = engine(torch.zeros(1, 4)).sum() * 0 + 100.0
+        if raises:
+            lost.register_hook(lambda _: [].pop())
+        said = outcome(lambda lost=lost: engine.backward(lost, scale_wrt_gas=False))
+        assert ("IndexError" in said) is raises
+        engine.zero_grad()
+        engine.backward(engine(torch.zeros(1, 4)).sum() * 0 + 8.0, scale_wrt_gas=False)
+        engine.step()
+    engine.destroy()
+    rows = Path(folder, "run", "Train_Samples_train_loss.csv").read_text().splitlines()[1:]
+    return [float(row.split(",")[1]) for row in rows] + [line["loss"] for line in read_run(f"{folder}/record").updates]
+
+
+def test_a_loss_that_was_lost_is_in_no_report(pool1: RankPool, tmp_path: Path) -> None:
+    assert pool1.run(lost_on_the_way, str(tmp_path)) == [[8.0] * 4]
+
+
+def updated_by_the_optimizer(folder: str) -> dict[str, Any]:
+    """What is told and kept of four updates by ``optimizer.step()``, as Lightning's Fabric makes them."""
+    blocks = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"}}
+    blocks["flops_profiler"] = {"enabled": True, "profile_step": 0, "output_file": f"{folder}/flops"}
+    engine = start(torch.nn.Linear(4, 1), make_config(1, steps_per_print=1, observe={"run": f"{folder}/r"}, **blocks))
+    followed: list[int] = []
+    engine._after_update.append(lambda: followed.append(engine.global_steps))
+    with logged(set_level=logging.INFO) as lines:
+        for _ in range(4):
+            engine.backward(engine(torch.ones(1, 4)).sum())
+            engine.optimizer.step()
+    kept = len(engine.update_metrics._losses)
+    engine.destroy()
+    rows = Path(folder, "run", "Train_Samples_train_loss.csv").read_text().splitlines()[1:]
+    found = {"rows": len(rows), "kept": kept, "followed": followed, "profile": Path(folder, "flops").read_text() != ""}
+    found["recorded"] = [line["step"] for line in read_run(f"{folder}/r").updates]
+    return found | {"printed": sum("step=" in line and "lr=" in line for line in lines)}
+
+
+def test_updates_by_the_optimizers_step_are_reported_too(pool1: RankPool, tmp_path: Path) -> None:
+    (found,) = pool1.run(updated_by_the_optimizer, str(tmp_path))
+    updates = [1, 2, 3, 4]
+    assert found["followed"] == found["recorded"] == updates and found["profile"]
+    assert (found["rows"], found["printed"], found["kept"]) == (4, 4, 0)
+
+
 def written_by_one(folder: str, *, on: int) -> list[str]:
     """The CSV files of a run whose loss is weighed over all ranks, where rank ``on`` alone enables the monitor."""
     enabled = torch.distributed.get_rank() == on
@@ -308,6 +360,23 @@ def written_by_one(folder: str, *, on: int) -> list[str]:
 def test_the_first_rank_may_have_a_monitor_alone_and_another_rank_none(pool2: RankPool, tmp_path: Path) -> None:
     assert pool2.run(written_by_one, str(tmp_path / "second"), on=1) == [[]] * 2
     assert "Train_Samples_train_loss.csv" in pool2.run(written_by_one, str(tmp_path / "first"), on=0)[0]
+
+
+def written_apart(folder: str) -> list[str]:
+    """The files of the monitor of this rank's engine, one of two that have a rank each."""
+    alone = [torch.distributed.new_group([rank]) for rank in range(2)][torch.distributed.get_rank()]
+    block = {"enabled": True, "output_path": folder, "job_name": str(torch.distributed.get_rank())}
+    mpu = SimpleNamespace(get_data_parallel_group=lambda: alone)
+    engine = start(torch.nn.Linear(4, 1), make_config(1, csv_monitor=block), mpu=mpu)
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    engine.destroy()
+    torch.distributed.destroy_process_group(alone)
+    return sorted(path.name for path in Path(folder, block["job_name"]).glob("*loss.csv"))
+
+
+def test_an_engine_without_the_jobs_first_rank_writes_its_metrics_too(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(written_apart, str(tmp_path)) == [["Train_Samples_train_loss.csv"]] * 2
 
 
 def unwritable(folder: str) -> tuple[str, str, bool]:

@@ -1,10 +1,12 @@
 """What an engine writes of each update: rates, norms, memory, MFU; a Prometheus file; layers with odd gradients."""
 
+import itertools
 import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from deepspeed.client.comm import comms_log
 from deepspeed.monitor.log import warning_once
 from deepspeed.monitor.monitor import MonitorMaster, prometheus_name
 from deepspeed.monitor.runfile import read_run
+from deepspeed.profiling import update_metrics
 from deepspeed.profiling.update_metrics import clipped_norm, tokens_in
 from deepspeed.tools.simulate.models import Decoder, Shape
 from tests.harness import pipes
@@ -93,6 +96,36 @@ def test_every_update_has_its_figures(pool2: RankPool, tmp_path: Path) -> None:
 def test_names_of_metrics_are_plain() -> None:
     assert prometheus_name("Train/Samples/lr") == "deepspeed_lr"
     assert prometheus_name("Mine/Some accuracy@5") == "deepspeed_mine_some_accuracy_5"
+
+
+def samples_of_updates(folder: str) -> tuple[list[float], list[int]]:
+    """The samples_per_s of updates a second apart, but the first, and the batch size of the throughput's line: of one,
+    two and three micro-batches of two samples that the caller counts; and where a batch of two micro-batches is under
+    way while the next ones are set to have three.
+    """
+    rates, sizes = list[float](), list[int]()
+    for managed in (False, True):
+        block = {"enabled": True, "output_path": folder, "job_name": str(managed)}
+        config = make_config(0, train_micro_batch_size_per_gpu=2, managed_gradient_accumulation=managed)
+        config |= {"gradient_accumulation_steps": 2 if managed else 1, "csv_monitor": block}
+        engine = start(nn.Linear(4, 1), config)
+        with patch.object(update_metrics, "time", SimpleNamespace(perf_counter=itertools.count().__next__)):
+            for number, micros in enumerate((2, 2, 3) if managed else (1, 2, 3)):
+                for micro in range(micros):
+                    engine.backward(engine(torch.ones(2, 4)).sum())
+                    if managed and number == 1 and micro == 0:
+                        engine.set_train_batch_size(6)
+                    if managed or micro == micros - 1:
+                        engine.step()
+        sizes.append(engine.tput_timer.batch_size)
+        engine.destroy()
+        rows = Path(folder, str(managed), "Train_Samples_samples_per_s.csv").read_text().splitlines()[1:]
+        rates += [float(row.split(",")[1]) for row in rows]
+    return rates, sizes
+
+
+def test_rates_count_the_samples_of_the_update_that_has_ended(pool1: RankPool, tmp_path: Path) -> None:
+    assert pool1.run(samples_of_updates, str(tmp_path)) == [([4.0, 6.0, 4.0, 6.0], [6, 6])]
 
 
 def refused(path: str) -> str:

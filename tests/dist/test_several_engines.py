@@ -19,6 +19,7 @@ from deepspeed.utils import safe_get_full_grad
 from tests.dist.test_invariant_i8_errors import tensor_bytes
 from tests.harness.cases import case_named
 from tests.harness.lockstep import equal
+from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, outcome, parameter_error, plain_train, start, train_step
 
@@ -464,3 +465,50 @@ def one_optimizer(stage: int) -> tuple[str, list[float]]:
 def test_a_clients_optimizer_is_as_before_when_its_engine_has_ended(pool2: RankPool, stage: int) -> None:
     for said, errors in pool2.run(one_optimizer, stage):
         assert "IndexError" in said and max(errors) <= TOLERANCE, errors
+
+
+def offloaded_reference() -> tuple[float, str, list[str]]:
+    """A reference model by a copy of a policy's configuration whose stage is set to 0: its error, its optimizer's class
+    and what was said.
+    """
+    case = case_named("plain")
+    config = make_config(0, optimizer=None, zero={"offload_optimizer": {"device": "cpu"}})
+    with logged() as said:
+        engine = start(case.build().requires_grad_(False), config)
+    with torch.no_grad():
+        error = float(case.seeded_loss(engine, here(0))[0] - case.seeded_loss(case.build(), here(0))[0])
+    kind = type(engine.optimizer).__name__
+    engine.destroy()
+    return error, kind, [line for line in said if "no effect" in line]
+
+
+def test_a_reference_beside_an_offloaded_policy_needs_no_configuration_of_its_own(pool2: RankPool) -> None:
+    for error, kind, said in pool2.run(offloaded_reference):
+        assert (error, kind) == (0.0, "NoneType") and "offload_optimizer has no effect at stage 0" in said[0]
+
+
+def scheduled_optimizer(scheduler: dict[str, Any]) -> tuple[str, bool, bool]:
+    """What a start that fails after it has made a schedule says; whether the schedule writes to a client's optimizer;
+    and whether that holds its own settings after the failure, and after an engine that has trained.
+    """
+    case = case_named("plain")
+    model = case.build()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.25)
+    config = make_config(1, optimizer=None, scheduler=scheduler)
+    seen = [[(group["lr"], group["betas"]) for group in optimizer.param_groups]]
+    said = outcome(lambda: start(model, config | {"observe": {"run": "/dev/null/run"}}, optimizer=optimizer))
+    seen.append([(group["lr"], group["betas"]) for group in optimizer.param_groups])
+    engine = start(model, config, optimizer=optimizer)
+    train_step(engine, case, 0)
+    changed = (engine.get_lr()[0], engine.get_mom()[0]) != seen[0][0]
+    engine.destroy()
+    seen.append([(group["lr"], group["betas"]) for group in optimizer.param_groups])
+    return said, changed, seen[0] == seen[1] == seen[2]
+
+
+def test_a_configured_schedule_leaves_a_clients_optimizer_its_own_rates(pool1: RankPool) -> None:
+    cosine = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}
+    cycle = {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}}
+    for scheduler in (cosine, cycle):
+        said, changed, same = pool1.run(scheduled_optimizer, scheduler)[0]
+        assert "observe.run" in said and changed and same, scheduler

@@ -208,6 +208,23 @@ def test_a_run_that_the_user_began_goes_on_after_the_engine(monkeypatch: pytest.
     assert run.log.called and run.finish.called is not begun
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_experiment_that_the_user_began_goes_on_and_hears_of_a_rollback(
+    monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    experiment = mock.Mock()
+    running = mock.Mock(return_value=experiment if begun else None)
+    comet = mock.Mock(start=mock.Mock(return_value=experiment), get_running_experiment=running)
+    monkeypatch.setitem(sys.modules, "comet_ml", comet)
+    block = {"enabled": True, "samples_log_interval": 2}
+    monitor = MonitorMaster(deepspeed.DeepSpeedConfig({"train_batch_size": 1, "comet": block}))
+    for step in (100, 101, 10, 12):
+        monitor.write_events([("Train/loss", 0.5, step)])
+    monitor.close()
+    assert [call.kwargs["step"] for call in experiment.log_metric.call_args_list] == [100, 10, 12]
+    assert experiment.end.called is not begun
+
+
 def test_the_log_of_collectives_can_be_started_stopped_and_asked() -> None:
     log = CommsLogger()
     assert log.get_operation_summary("all_reduce") == {}

@@ -36,10 +36,10 @@ def zenflow(**keys: object) -> dict[str, object]:
 @for_each("wrong", [{"stgae": 3}, {"stage": "3"}])
 def test_only_contradicting_keys_raise_the_error_for_contradictions(wrong: dict[str, object]) -> None:
     with pytest.raises(DeepSpeedConfigError) as caught:
-        load(**z(offload_optimizer=CPU, **wrong))
+        load(**z(pipeline_loading_checkpoint=True, **wrong))
     assert not isinstance(caught.value, ConflictingKeysError)
     with pytest.raises(ConflictingKeysError):
-        load(**z(offload_optimizer=CPU))
+        load(**z(pipeline_loading_checkpoint=True))
 
 
 FP16, BF16 = {"fp16": {"enabled": True}}, {"bf16": {"enabled": True}}
@@ -111,7 +111,6 @@ BROKEN: list[tuple[dict[str, object], str]] = [
         "select_interval of 2 steps must not be below update_interval 4",
     ),
     (z(stage=2, pipeline_loading_checkpoint=True), "pipeline_loading_checkpoint needs stage 3"),
-    (z(stage=0, offload_optimizer=CPU), "offload_optimizer needs stage 1, 2 or 3; the stage is 0"),
     ({"sequence": {"plan": "auto", "offload_activations": True}}, 'sequence.plan "auto" chooses what goes to the host'),
     (z(stage=3, mics_shard_size=4, zero_hpz_partition_size=2), "both choose the shard group. Keep one"),
     (z(stage=3, mics_shard_size=3), "mics_shard_size 3 does not divide the 4 data-parallel ranks"),
@@ -147,6 +146,14 @@ def test_legal_combinations(keys: dict[str, object]) -> None:
     assert found == {"train_batch_size": 4, **leaves(keys)}
 
 
+@for_each("zero", [{"stage": 0}, {}])
+def test_an_offloaded_optimizer_at_stage_0_has_no_effect(zero: dict[str, object]) -> None:
+    """Clients copy a policy's configuration and set the stage, for a reference model."""
+    for more in ({}, {"zenflow": {}}):
+        found = load(**z(**zero, offload_optimizer={**DRIVE, "ratio": 0.5}, **more)).zero
+        assert (found.stage, found.offload_optimizer, found.zenflow) == (0, None, None)
+
+
 def leaves(block: dict[str, object], prefix: str = "") -> dict[str, object]:
     """Dotted path -> value of everything in ``block``."""
     found: dict[str, object] = {}
@@ -163,11 +170,12 @@ def test_lenient_ignores_ranks_and_unfinished_params() -> None:
 
 def test_all_contradictions_are_listed() -> None:
     with pytest.raises(DeepSpeedConfigError, match="has 2 problems"):
-        load(fp16={"enabled": True}, bf16={"enabled": True}, **z(stage=0, offload_optimizer=CPU))
+        load(**FP16, **BF16, **offloaded(2, ratio=0.5))
 
 
 RULES = '"train_batch_size": 1, "fp16": {"enabled": true},\n"bfloat16": {\n"enabled": true},\n'
-RULES += '"zero_optimization": {"stage": 0,\n"offload_optimizer": {\n"device": "nvme"}}'
+RULES += '"zero_optimization": {"stage": 1,\n"pipeline_loading_checkpoint": true,'
+RULES += '"offload_optimizer": {\n"device": "nvme"}}'
 ZERO = '"train_batch_size": 1,\n"zero_optimization": {\n'
 ZERO += '"legacy_stage1": true,\n"max_live_parameters": 1,\n"stage3_max_live_parameters": 2}'
 

@@ -109,6 +109,13 @@ def test_ignored_classes_and_convolutions() -> None:
     assert profiler.get_total_flops() == 0
 
 
+def test_get_model_profile_leaves_each_module_its_mode() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+    model[1].eval()
+    get_model_profile(model, (3, 4), print_profile=False)
+    assert [module.training for module in model.modules()] == [True, True, False, True]
+
+
 def test_get_model_profile_returns_what_clients_expect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = nn.Linear(1000, 500)
     assert get_model_profile(model, (4, 1000)) == ("4.000 MFLOPS", "2.000 MMACs", "500.500 K")

@@ -1,6 +1,6 @@
 """The getters of ``deepspeed.utils.groups``: ``get_<family>_group``, ``_world_size`` and ``_rank``, with a leading
 underscore or without; those of experts take a group name. An mpu's word comes first; without one the ranks are cut as
-the latest engine cuts them, and before there is one the whole world is data parallel.
+the latest living engine cuts them, and without one the whole world is data parallel.
 """
 
 import functools
@@ -16,6 +16,7 @@ from deepspeed.comm.collectives import require_group
 from deepspeed.comm.mesh.groups import group_over
 from deepspeed.comm.mesh.topology import Axis, Topology, dense_topology, expert_topology
 from deepspeed.errors import UsageError
+from deepspeed.monitor.process_settings import Borrowed
 
 # Family: the axis of the topology that its groups span; those of experts cut the same ranks in another way.
 _DATA = ("dp_outer", "dp")
@@ -40,21 +41,15 @@ def register_mpu(mpu: Any) -> None:
     _Registered.mpu = mpu
 
 
-def forget_mpu(mpu: Any) -> None:
-    """Forget ``mpu``, whose engine has ended, unless another one has been registered."""
-    if _Registered.mpu is mpu:
-        _Registered.mpu = None
-
-
 def register_topology(topology: Topology | None) -> None:
     """Let the getters use ``topology``; None: the whole world is data parallel."""
     _Registered.topology = topology
 
 
-def forget_topology(topology: Topology | None) -> None:
-    """Forget ``topology``, whose engine has ended, unless another is registered: the world is data parallel again."""
-    if _Registered.topology is topology:
-        _Registered.topology = None
+def hold_registered(name: str, value: Any) -> Borrowed:
+    """Let the getters use ``value`` as the "mpu" or the "topology" until the result is given back."""
+    read, write = functools.partial(getattr, _Registered, name), functools.partial(setattr, _Registered, name)
+    return Borrowed(name, value=value, read=read, write=write)
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from deepspeed.client.attrs import answers
+from deepspeed.client.attrs import answers, attribute_of
 from deepspeed.errors import UsageError
 from deepspeed.monitor.log import logger
 from deepspeed.monitor.process_settings import Borrowed
@@ -16,20 +16,12 @@ from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.runtime import Runtime
 
 
-def _of(holder: str, name: str) -> Any:
-    """Make a property that is the attribute ``name`` of the attribute ``holder``."""
-    return property(
-        lambda self: getattr(getattr(self, holder), name),
-        lambda self, value: setattr(getattr(self, holder), name, value),
-    )
-
-
 class DeepSpeedOptimizer:
     """Base of the optimizers clients get; ``.optimizer`` is their own object, and methods of ``engine`` do the work."""
 
-    param_groups: list[dict[str, Any]] = _of("optimizer", "param_groups")
-    state: Any = _of("optimizer", "state")
-    overflow: bool = _of("_engine", "overflowed")  # whether the last update was left out
+    param_groups: list[dict[str, Any]] = attribute_of("optimizer", "param_groups")
+    state: Any = attribute_of("optimizer", "state")
+    overflow: bool = attribute_of("_engine", "overflowed")  # whether the last update was left out
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Any, views: list[OptimView]) -> None:
         self.optimizer = optimizer
@@ -47,8 +39,10 @@ class DeepSpeedOptimizer:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update once with the gradients at hand (clients without the engine's ``step`` call this). Collective."""
         loss = closure() if closure is not None else None
-        self._engine._update()
+        with self._engine._clock("step"):
+            self._engine._update()
         self._engine._step_calls.optimizer_step(self._engine.lr_scheduler)
+        self._engine._end_call(updated=True)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
@@ -145,8 +139,8 @@ class DeepSpeedZeRoOffload:
     It is its own ``param_coordinator``, through which clients invalidate the fetch trace; here traces heal themselves.
     """
 
-    forward_hooks: list[Any] = _of("_hooks", "forward_handles")
-    backward_hooks: list[Any] = _of("_hooks", "backward_handles")
+    forward_hooks: list[Any] = attribute_of("_hooks", "forward_handles")
+    backward_hooks: list[Any] = attribute_of("_hooks", "backward_handles")
     param_coordinator = property(lambda self: self)
 
     def __init__(self, module: nn.Module, hooks: ModuleHooks) -> None:

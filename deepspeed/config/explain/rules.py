@@ -140,8 +140,6 @@ def _offload_rules(cfg: Configuration) -> Iterator[Rule]:
     yield early and (delayed or shared or travels), beside, text
     yield delayed and on_drive, path, 'needs offload_optimizer.device "cpu": an update on a drive is not delayed.'
     yield delayed and (shared or travels), path, "cannot be combined with an update that the device shares (ratio)."
-    text = "needs stage 1, 2 or 3; the stage is 0."
-    yield optimizer is not None and stage == 0, head, text
     text = f"needs stage 3; the stage is {stage}."
     yield zero.pipeline_loading_checkpoint and stage != 3, f"{_ZERO}.pipeline_loading_checkpoint", text
     if cfg.optimizer is not None:

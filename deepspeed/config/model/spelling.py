@@ -148,6 +148,11 @@ def canonical_zero(block: dict[str, Any], report: Judgement) -> dict[str, Any]:
     for path in [path for path in REMOVED_KEYS if path.startswith(f"{head}.") and path[len(head) + 1 :] in out]:
         if not says_off(out.pop(path[len(head) + 1 :])):
             report.fault(path, str(removed_key(path)))
+    offload = out.get("offload_optimizer")
+    if not out.get("stage") and isinstance(offload, dict) and offload.get("device") in ("cpu", "nvme"):
+        for name in [name for name in ("offload_optimizer", "zenflow") if name in out]:
+            report.notes.append(f"{head}.{name} has no effect at stage 0.")  # where TRL puts reference models
+            del out[name]
     if isinstance(out.get("grad_hooks"), bool):
         text = f"{head}.grad_hooks is described in published documentation and read by no release. Delete it."
         report.notes.append(text)

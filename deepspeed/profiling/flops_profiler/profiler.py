@@ -262,7 +262,7 @@ def get_model_profile(
     call = model if mode == "forward" else getattr(model, "generate", None)
     if call is None:
         raise UsageError(f"get_model_profile(mode='generate'): {type(model).__name__} has no generate()")
-    training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     profiler = FlopsProfiler(model)
     try:
@@ -273,7 +273,9 @@ def get_model_profile(
             call(*args, **(kwargs or {}))
     finally:
         profiler.stop_profile()
-        model.train(training)
+        model.train(modes[model])  # for modules with a train() of their own
+        for module, training in modes.items():
+            module.training = training
     if print_profile:
         profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
     flops, macs, params = (

@@ -186,10 +186,9 @@ class Observer:
         """Note the loss: ``backward`` is given one; ``train_batch`` returns one, after the boundary."""
         batch, given = method.__name__ == "train_batch", args[0] if args else kwargs.get("loss")
         if not batch and isinstance(given, torch.Tensor) and given.numel() == 1:
-            part = not (
-                args[2] if len(args) > 2 else kwargs.get("scale_wrt_gas", True)
-            )  # of a loss: the caller has divided it
-            self._losses = [sum(self._losses, given.detach())] if part else [*self._losses, given.detach()]
+            part = not (args[2] if len(args) > 2 else kwargs.get("scale_wrt_gas", True))  # the caller has divided it
+            kept = self._losses if self._engine._backwards else []  # a window begins, perhaps anew
+            self._losses = [sum(kept, given.detach())] if part else [*kept, given.detach()]
         result = method(*args, **kwargs)
         if batch:
             step, outcome, _, facts = self._waiting[-1]
