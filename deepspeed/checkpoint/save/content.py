@@ -107,7 +107,7 @@ def content_of(
         }
         content.common = _common_facts(states, facts, plain) if rank == 0 else {}
         extra = _extra_states(states) if adds else {}
-        encode(extra, name="extra_state")  # what cannot be stored is an error now
+        Collected().add(extra, "extra_state")  # what cannot be stored is an error now
         client = encode(facts["client_state"], name="client_state", allow_rest=allow_pickle)
         text = json.dumps(client.json, sort_keys=True).encode()
         digest = rank if client.rest else [crc32c(text), *map(crc32c, client.tensors.values())]  # pickled: never equal
