@@ -194,6 +194,7 @@ class Checkpoints:
             custom_load_fn: ``custom_load_fn(src=, dst=)`` puts a whole state dict into the module instead.
         """
         self._checks.lives()
+        self._engine._forget_failed_backward()
         folder = Path() if load_dir == "" else self._checks.folder(load_dir, "load_checkpoint")
         self._checks.must_load = ""
         self.saver.settle(wait=True)
