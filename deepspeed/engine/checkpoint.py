@@ -323,15 +323,17 @@ class Checkpoints:
         factor = 1.0
         engine._window_begin = int(saved.get("window_begin", engine.micro_steps - engine.micro_steps % length))
         if engine._managed and (not taken or length != engine._gas):
-            fits = min(done, engine._gas - 1)
-            if fits < done:
+            micros = min(done, engine.micro_steps - engine._window_begin) or done  # one may have several losses
+            fits = min(micros, engine._gas - 1)
+            if fits < micros:
                 text = "the window of %d micro-batches has room for %d of the %d that were saved"
-                logger.warning(text, engine._gas, fits, done)
+                logger.warning(text, engine._gas, fits, micros)
             if not saved.get("tokens"):
-                factor = length / engine._gas * (fits / done if done else 1.0)
+                factor = length / engine._gas * fits / (micros or 1)
             engine._window_begin = engine.micro_steps - fits
             done = fits
         if done:
+            factor *= self._scaler.loss_scale / float(source.facts["loss_scaler"]["cur_scale"])
             factor *= float(saved["gradient_after"]) / self.runtime.after
             restore.fill_gradients(self.states(), source, self.runtime.gradients, factor=factor)
             engine._backwards = done

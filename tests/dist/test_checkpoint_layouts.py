@@ -293,3 +293,27 @@ def test_half_a_window_keeps_its_mean(
     for world, ranks in on_each(request, calls, half_window).items():
         for error, micro_steps in ranks:
             assert error < 1e-6 and micro_steps == 5, (calls[world][0], error, micro_steps)
+
+
+def scaled_window(folder: str, block: dict[str, Any]) -> list[float]:
+    """Norms of an update whose window was begun under the loss scale 1024: in that run, and in one with ``block``."""
+    case, norms = case_named("plain"), []
+    for precision in ({"fp16": {"enabled": True, "loss_scale": 1024}}, block):
+        engine = start(case.build(), make_config(1, gradient_accumulation_steps=2, **precision))
+        if norms:
+            engine.load_checkpoint(folder, tag="t")
+        for micro in range(len(norms), 2):
+            engine.backward(case.seeded_loss(engine, here(0, micro))[0])
+            engine.step()
+            if micro == 0:
+                engine.save_checkpoint(folder, tag="t")
+        norms.append(float(engine.get_global_grad_norm()))
+        engine.destroy()
+    return norms
+
+
+@pytest.mark.parametrize("loaded", ["fp16", "bf16", "fp32"])
+def test_half_a_window_takes_on_another_loss_scale(pool1: RankPool, tmp_path: Path, loaded: str) -> None:
+    block = {"fp16": {"enabled": True, "loss_scale": 8}} if loaded == "fp16" else PRECISION[loaded]
+    ((saved, found),) = pool1.run(scaled_window, str(tmp_path), block)
+    assert found == pytest.approx(saved, rel=0.05)

@@ -280,14 +280,15 @@ def _fill_view(
 # -- an open accumulation window ----------------------------------------------------------------------------------
 def fill_gradients(states: States, source: Source, gradients: Gradients, *, factor: float) -> None:
     """Load reduced gradients; deal out partial sums anew, times ``factor``: the mean over another number of ranks."""
-    parts: dict[str, list[Key]] = {}
+    parts: dict[str, list[tuple[int, Key]]] = {}
     for state, name in source.entries:
-        if state.startswith("grad_partial@"):
-            parts.setdefault(name, []).append((state, name))
+        kind, _, rank = state.partition("@")
+        if kind == "grad_partial":
+            parts.setdefault(name, []).append((int(rank), (state, name)))
     with torch.no_grad():
         for unit in states.units:
-            names, zero = [s.name for s in unit.layout.segments], unit.mesh.zero
-            reduced = {n: ("grad", n) for n in names if ("grad", n) in source.entries}
+            segments, zero = {s.name: s for s in unit.layout.segments}, unit.mesh.zero
+            reduced = {n: ("grad", n) for n in segments if ("grad", n) in source.entries}
             if unit.trainable and reduced:
                 gradients.refill(unit)
                 with unit.values(StateKind.GRAD, write=True) as values:
@@ -295,20 +296,16 @@ def fill_gradients(states: States, source: Source, gradients: Gradients, *, fact
                     if factor != 1.0:
                         values.mul_(factor)
                     unit.note_gradient(values)
-            local = {
-                n: [k for k in parts[n] if int(k[0].partition("@")[2]) % zero.size == zero.index]
-                for n in names
-                if n in parts
-            }
-            if not any(local.values()):
+            ours = [key for n in segments for rank, key in parts.get(n, ()) if rank % zero.size == zero.index]
+            if not unit.trainable or not ours:
                 continue
-            dtype = next(source.entries[k].dtype for keys in local.values() for k in keys)
-            total, positions = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.device), set[int]()
-            for position, segment in enumerate(unit.layout.segments):
-                for key in local.get(segment.name, []):
-                    for lo, hi, span in segment.spans(segment.offset, segment.stop):
-                        arrived = torch.empty(hi - lo, dtype=dtype, device="cpu")
-                        source.read(key, arrived, start=span.lo, region=span.region)
-                        total[lo:hi].add_(arrived.to(unit.device), alpha=factor)
-                    positions.add(position)
-            unit.window.restore(total, positions)
+            dtype = source.entries[ours[0]].dtype
+            total = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.device)
+            for key in ours:
+                segment = segments[key[1]]
+                for lo, hi, span in segment.spans(segment.offset, segment.stop):
+                    arrived = torch.empty(hi - lo, dtype=dtype, device="cpu")
+                    source.read(key, arrived, start=span.lo, region=span.region)
+                    total[lo:hi].add_(arrived.to(unit.device), alpha=factor)
+            names = {name for _, name in ours}
+            unit.window.restore(total, {position for position, name in enumerate(segments) if name in names})
