@@ -250,6 +250,27 @@ def test_state_that_is_bound_to_its_layout_is_refused_elsewhere(
         assert "load_optimizer_states=False" in said
 
 
+def refused_and_loaded(folder: str) -> tuple[str, bool, str]:
+    """What the refusal says, whether the weights stay, and what a load says that follows its advice."""
+    case = case_named("plain")
+    model = case.build()
+    optimizer = CLIENT["of a shape of its own"](model.parameters(), lr=1e-2)
+    engine = start(model, make_config(2, optimizer=None, zero_allow_untested_optimizer=True), optimizer=optimizer)
+    before = {name: value.clone() for name, value in full_parameters(engine.module).items()}
+    said = outcome(lambda: engine.load_checkpoint(folder, tag="t"))
+    stayed = all(torch.equal(value, before[name]) for name, value in full_parameters(engine.module).items())
+    then = outcome(lambda: engine.load_checkpoint(folder, tag="t", load_optimizer_states=False))
+    train_case(engine, case, range(3, 4), alike=True)
+    engine.destroy()
+    return said, stayed, then
+
+
+def test_optimizer_state_is_refused_before_anything_changes(pool2: RankPool, pool3: RankPool, tmp_path: Path) -> None:
+    pool2.run(of_client, "of a shape of its own", 2, str(tmp_path), "save")
+    for said, stayed, then in pool3.run(refused_and_loaded, str(tmp_path)):
+        assert "layout it was saved under" in said and stayed and not then, (said, then)
+
+
 # -- half a window -----------------------------------------------------------------------------------------------
 
 
