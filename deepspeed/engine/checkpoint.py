@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.load import restore
-from deepspeed.checkpoint.load.compare import same_ranks
+from deepspeed.checkpoint.load.compare import own_facts, same_ranks
 from deepspeed.checkpoint.load.reader import open_everywhere
 from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.save.client_files import copy_for_later, write_client_files
@@ -251,7 +251,7 @@ class Checkpoints:
 
     def _take_facts(self, source: Source, *, optimizer: bool, scheduler: bool) -> None:
         facts, config = source.facts, self._config.checkpoint
-        state, schedule = facts.get("lr_scheduler"), self._engine.lr_scheduler
+        state, schedule = own_facts(self.states(), source)["lr_scheduler"], self._engine.lr_scheduler
         if scheduler and schedule is not None and state is not None:
             schedule.load_state_dict(state)
             if not optimizer and hasattr(schedule, "get_last_lr"):  # the groups keep their own rates, and should not

@@ -164,17 +164,27 @@ def optimizer_kind(name: str) -> str:
     return "adam" if word == "adamw" else word
 
 
+def own_facts(states: States, source: Source) -> dict[str, Any]:
+    """Return ``groups`` and ``lr_scheduler`` of the pipeline stage with groups of these names, else those of all."""
+    facts = source.facts
+    of_all = {"groups": (facts.get("optimizer") or {}).get("groups", []), "lr_scheduler": facts.get("lr_scheduler")}
+    return next((s for s in facts.get("stages") or () if [g["names"] for g in s["groups"]] == states.groups), of_all)
+
+
 def check_optimizer(states: States, source: Source) -> None:
     """Raise CheckpointError when this engine cannot continue from the saved optimizer state; warn for another class."""
     saved = source.facts.get("optimizer") or {}
     if not saved:
         raise CheckpointError(f"{source.path} has no optimizer state; pass load_optimizer_states=False")
     assert states.optimizer is not None
-    groups, saved_groups = len(states.optimizer.param_groups), len(saved["groups"])
+    groups, saved_groups = len(states.optimizer.param_groups), own_facts(states, source)["groups"]
+    first = (source.facts.get("stages") or [saved])[0]["groups"]
+    # Where stages had different groups all are listed, in an order that fits no other cut.
+    mixed = saved_groups is saved["groups"] and len(saved_groups) > len(first)
     advice = "or load with load_optimizer_states=False"
-    if groups != saved_groups:
-        text = f"{saved_groups} optimizer parameter groups, this optimizer has {groups}; build them as they were"
-        raise CheckpointError(f"the checkpoint has {text}, {advice}")
+    if mixed or groups != len(saved_groups):
+        text = f"{len(saved_groups)} optimizer parameter groups, this optimizer has {groups}"
+        raise CheckpointError(f"the checkpoint has {text}; build them, and pipeline stages, as they were, {advice}")
     summed = any(state == f"optim.{_ZENFLOW}sum" for state, _ in source.entries)
     if summed and states.update.further_slots != _ZENFLOW:
         raise CheckpointError(

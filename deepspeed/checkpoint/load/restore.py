@@ -8,7 +8,7 @@ import torch
 
 from deepspeed.checkpoint.foreign.legacy import ReferenceSource
 from deepspeed.checkpoint.foreign.weights import shared_names, weight_keys, with_aliases
-from deepspeed.checkpoint.load.compare import Comparison, check_optimizer, compare, in_no_model, verdict
+from deepspeed.checkpoint.load.compare import Comparison, check_optimizer, compare, in_no_model, own_facts, verdict
 from deepspeed.checkpoint.load.source import Key, Source, Wish, fill, whole
 from deepspeed.checkpoint.save import collect
 from deepspeed.checkpoint.save.client_files import names_and_shapes
@@ -160,8 +160,7 @@ def _fill_optimizer(states: States, source: Source, plan: _Plan, report: Callabl
     """Load the options of the groups, and slots and numbers of this rank's views, in place of any earlier ones."""
     optimizer = states.optimizer
     assert optimizer is not None
-    groups = source.facts["optimizer"].get("groups", [])
-    for group, values in zip(optimizer.param_groups, groups, strict=True):
+    for group, values in zip(optimizer.param_groups, own_facts(states, source)["groups"], strict=True):
         group.update({k: v for k, v in values["options"].items() if k not in _OWN_OPTIONS or k not in group})
     for view, fresh, (scalars, missed) in plan:
         tensors = {k for k, v in states.state_of(view).items() if isinstance(v, torch.Tensor) and v.dim()}

@@ -184,6 +184,11 @@ def join_facts(ranks: list[dict[str, Any]]) -> dict[str, Any]:
             facts[name] = facts[name] | more[name] | facts[name]
         for group, names in zip((facts.get("optimizer") or {}).get("groups", []), more.get("groups", []), strict=False):
             group["names"] = list(dict.fromkeys((*group["names"], *names)))
+    lists = [rank["stage"]["groups"] for rank in facts["ranks"] if "stage" in rank]
+    options = [[group["options"] for group in groups] for groups in lists]
+    if any(some != options[0][: len(some)] for some in options):  # the first stage's are not those of the model
+        facts["optimizer"]["groups"] = [group for groups in lists for group in groups]
+        facts["lr_scheduler"] = None
     if facts.setdefault("optimizer", None) is not None:
         numbers = (pair for rank in facts["ranks"] for pair in rank.pop("scalars", {}).items())
         facts["optimizer"]["scalars"] = in_rows(numbers)
