@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.load import restore
-from deepspeed.checkpoint.load.compare import same_ranks
+from deepspeed.checkpoint.load.compare import own_facts, same_ranks
 from deepspeed.checkpoint.load.reader import open_everywhere
 from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.save.client_files import copy_for_later, write_client_files
@@ -194,6 +194,7 @@ class Checkpoints:
             custom_load_fn: ``custom_load_fn(src=, dst=)`` puts a whole state dict into the module instead.
         """
         self._checks.lives()
+        self._engine._forget_failed_backward()
         folder = Path() if load_dir == "" else self._checks.folder(load_dir, "load_checkpoint")
         self._checks.must_load = ""
         self.saver.settle(wait=True)
@@ -250,7 +251,7 @@ class Checkpoints:
 
     def _take_facts(self, source: Source, *, optimizer: bool, scheduler: bool) -> None:
         facts, config = source.facts, self._config.checkpoint
-        state, schedule = facts.get("lr_scheduler"), self._engine.lr_scheduler
+        state, schedule = own_facts(self.states(), source)["lr_scheduler"], self._engine.lr_scheduler
         if scheduler and schedule is not None and state is not None:
             schedule.load_state_dict(state)
             if not optimizer and hasattr(schedule, "get_last_lr"):  # the groups keep their own rates, and should not
@@ -322,15 +323,17 @@ class Checkpoints:
         factor = 1.0
         engine._window_begin = int(saved.get("window_begin", engine.micro_steps - engine.micro_steps % length))
         if engine._managed and (not taken or length != engine._gas):
-            fits = min(done, engine._gas - 1)
-            if fits < done:
+            micros = min(done, engine.micro_steps - engine._window_begin) or done  # one may have several losses
+            fits = min(micros, engine._gas - 1)
+            if fits < micros:
                 text = "the window of %d micro-batches has room for %d of the %d that were saved"
-                logger.warning(text, engine._gas, fits, done)
+                logger.warning(text, engine._gas, fits, micros)
             if not saved.get("tokens"):
-                factor = length / engine._gas * (fits / done if done else 1.0)
+                factor = length / engine._gas * fits / (micros or 1)
             engine._window_begin = engine.micro_steps - fits
             done = fits
         if done:
+            factor *= self._scaler.loss_scale / float(source.facts["loss_scaler"]["cur_scale"])
             factor *= float(saved["gradient_after"]) / self.runtime.after
             restore.fill_gradients(self.states(), source, self.runtime.gradients, factor=factor)
             engine._backwards = done

@@ -54,6 +54,7 @@ class Checks:
         self.lives()
         interrupts.at_door()
         self.end_flow()
+        self._engine._forget_failed_backward()
         self._runtime.failures.check()
         if self.torn:
             raise UsageError(f"{self.torn}, so the engine holds parts of two states; load a checkpoint that is whole")
@@ -85,7 +86,6 @@ class Checks:
         if worker is not None and worker.failure is not None and not worker.announced:
             self._engine._recover(worker.failure)  # the others wait for this rank
         self.alive()
-        self._engine._forget_failed_backward()
         if not training:
             return
         self.states_here()

@@ -283,6 +283,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         samples = self._micro * self.mesh.data.size * (self._gas if self._managed else self._backwards)
         self.tput_timer.batch_size = samples
         self._backwards, self._updated = 0, True
+        self._window_begin = self.micro_steps  # also where something behind the update raises
         self._step_calls.restart(stepped=True)
         if self._tokens is not None:
             self._tokens.end_window(result.weight / (self.mesh.job.size * self._gas))

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Weights:
         self._checks: Checks = engine._checks
         self._config, self._parts = engine._config, engine._parts
         self._optimizer, self._device = engine.basic_optimizer, engine.device
-        self._way_back = contextlib.ExitStack()  # of states that have left the device
+        self._way_back: list[Callable[[], None]] = []  # of states that have left the device
 
     def stream_weights(
         self,
@@ -168,18 +168,20 @@ class Weights:
         self.runtime.gradients.land_all()
         self.runtime.before_update()  # what leaves the device may still be copied for a save
         units, arena = self.runtime.units, self._parts.tiers.arena
+        self._checks.lent = True
         with contextlib.ExitStack() as undone:  # where host memory ends half way, all of them come back
-            undone.callback(self._way_back.close)
+            undone.callback(self.reload_states)
             params = leave_device(self._way_back, units, self._optimizer, include, arena=arena, pin=pin_memory)
             undone.pop_all()
-        self._checks.lent = True
         self._checks.params_lent |= params
         if self._device.type != "cpu":
             get_accelerator().empty_cache()
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring the states back that ``offload_states`` moved."""
-        self._way_back.close()
+        """Bring the states back that ``offload_states`` moved. After an error another call goes on with the rest."""
+        while self._way_back:
+            self._way_back[-1]()
+            self._way_back.pop()
         self._checks.lent = self._checks.params_lent = False
 
     def empty_partition_cache(self) -> None:

@@ -306,16 +306,23 @@ def test_switches_leave_out_what_they_name(pool2: RankPool, tmp_path: Path) -> N
     assert pool2.run(switched, str(tmp_path)) == [[lost for _, lost in SWITCHES]] * 2
 
 
-def other_window(folder: str, before: int, after: int, switches: dict[str, bool]) -> tuple[int, int, float]:
-    """Save after 2 micro-batches of a window of ``before``, load with windows of ``after``.
+def other_window(
+    folder: str, before: int, after: int, switches: dict[str, bool], losses: int
+) -> tuple[int, int, float]:
+    """Save after 2 micro-batches, of so many losses, of a window of ``before``, load with windows of ``after``.
 
     Micro-batches to the next update; those that the gradient counts for; its error when every micro-batch is the same
     one.
     """
     case = case_named("plain")
 
+    def backward(engine: Any) -> None:
+        loss = case.seeded_loss(engine, here(7))[0]
+        for left in reversed(range(losses)):
+            engine.backward(loss, retain_graph=left > 0)
+
     def micro(engine: Any) -> None:
-        engine.backward(case.seeded_loss(engine, here(7))[0])
+        backward(engine)
         engine.step()
 
     engine = start(case.build(), make_config(2, gradient_accumulation_steps=before))
@@ -329,14 +336,14 @@ def other_window(folder: str, before: int, after: int, switches: dict[str, bool]
     while engine.global_steps == steps:
         left += 1
         if engine.is_gradient_accumulation_boundary():
-            engine.backward(case.seeded_loss(engine, here(7))[0])
+            backward(engine)
             found = full_gradients(trainable(engine.module))
             engine.step()
         else:
             micro(engine)
     engine.load_checkpoint(folder, load_optimizer_states=False)
     for _ in range(after):
-        engine.backward(case.seeded_loss(engine, here(7))[0])
+        backward(engine)
         if not engine.is_gradient_accumulation_boundary():
             engine.step()
     wanted = full_gradients(trainable(engine.module))
@@ -345,18 +352,27 @@ def other_window(folder: str, before: int, after: int, switches: dict[str, bool]
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "switches", "left", "counted"),
+    ("before", "after", "switches", "losses", "left", "counted"),
     [
-        (3, 5, {}, 3, 2),
-        (4, 2, {}, 1, 1),
-        (3, 1, {}, 1, 0),
-        (3, 3, {"load_optimizer_states": False}, 3, 0),
+        (3, 5, {}, 1, 3, 2),
+        (4, 2, {}, 1, 1, 1),
+        (3, 1, {}, 1, 1, 0),
+        (3, 3, {"load_optimizer_states": False}, 1, 3, 0),
+        (3, 6, {}, 2, 4, 2),
+        (4, 2, {}, 3, 1, 1),
     ],
 )
 def test_windows_stay_whole_when_their_length_changes(
-    pool2: RankPool, tmp_path: Path, before: int, after: int, switches: dict[str, bool], left: int, counted: int
+    pool2: RankPool,
+    tmp_path: Path,
+    before: int,
+    after: int,
+    switches: dict[str, bool],
+    losses: int,
+    left: int,
+    counted: int,
 ) -> None:
-    for found in pool2.run(other_window, str(tmp_path), before, after, switches):
+    for found in pool2.run(other_window, str(tmp_path), before, after, switches, losses):
         assert found[:2] == (left, counted) and found[2] < 1e-6, found
 
 

@@ -250,6 +250,27 @@ def test_state_that_is_bound_to_its_layout_is_refused_elsewhere(
         assert "load_optimizer_states=False" in said
 
 
+def refused_and_loaded(folder: str) -> tuple[str, bool, str]:
+    """What the refusal says, whether the weights stay, and what a load says that follows its advice."""
+    case = case_named("plain")
+    model = case.build()
+    optimizer = CLIENT["of a shape of its own"](model.parameters(), lr=1e-2)
+    engine = start(model, make_config(2, optimizer=None, zero_allow_untested_optimizer=True), optimizer=optimizer)
+    before = {name: value.clone() for name, value in full_parameters(engine.module).items()}
+    said = outcome(lambda: engine.load_checkpoint(folder, tag="t"))
+    stayed = all(torch.equal(value, before[name]) for name, value in full_parameters(engine.module).items())
+    then = outcome(lambda: engine.load_checkpoint(folder, tag="t", load_optimizer_states=False))
+    train_case(engine, case, range(3, 4), alike=True)
+    engine.destroy()
+    return said, stayed, then
+
+
+def test_optimizer_state_is_refused_before_anything_changes(pool2: RankPool, pool3: RankPool, tmp_path: Path) -> None:
+    pool2.run(of_client, "of a shape of its own", 2, str(tmp_path), "save")
+    for said, stayed, then in pool3.run(refused_and_loaded, str(tmp_path)):
+        assert "layout it was saved under" in said and stayed and not then, (said, then)
+
+
 # -- half a window -----------------------------------------------------------------------------------------------
 
 
@@ -293,3 +314,27 @@ def test_half_a_window_keeps_its_mean(
     for world, ranks in on_each(request, calls, half_window).items():
         for error, micro_steps in ranks:
             assert error < 1e-6 and micro_steps == 5, (calls[world][0], error, micro_steps)
+
+
+def scaled_window(folder: str, block: dict[str, Any]) -> list[float]:
+    """Norms of an update whose window was begun under the loss scale 1024: in that run, and in one with ``block``."""
+    case, norms = case_named("plain"), []
+    for precision in ({"fp16": {"enabled": True, "loss_scale": 1024}}, block):
+        engine = start(case.build(), make_config(1, gradient_accumulation_steps=2, **precision))
+        if norms:
+            engine.load_checkpoint(folder, tag="t")
+        for micro in range(len(norms), 2):
+            engine.backward(case.seeded_loss(engine, here(0, micro))[0])
+            engine.step()
+            if micro == 0:
+                engine.save_checkpoint(folder, tag="t")
+        norms.append(float(engine.get_global_grad_norm()))
+        engine.destroy()
+    return norms
+
+
+@pytest.mark.parametrize("loaded", ["fp16", "bf16", "fp32"])
+def test_half_a_window_takes_on_another_loss_scale(pool1: RankPool, tmp_path: Path, loaded: str) -> None:
+    block = {"fp16": {"enabled": True, "loss_scale": 8}} if loaded == "fp16" else PRECISION[loaded]
+    ((saved, found),) = pool1.run(scaled_window, str(tmp_path), block)
+    assert found == pytest.approx(saved, rel=0.05)

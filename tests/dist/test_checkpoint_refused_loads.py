@@ -170,6 +170,23 @@ def test_the_first_window_after_deepspeeds_checkpoint_is_whole(pool1: RankPool, 
     assert pool1.run(first_window, str(tmp_path)) == [(3, 4)]
 
 
+def frozen_since(folder: str) -> int:
+    """The updates at the end of a window in which a layer had trained and is frozen now."""
+    engine = engine_of(1, gradient_accumulation_steps=2)
+    train(engine, 3)
+    engine.save_checkpoint(folder)
+    model = Stack(depth=1).train()
+    model.inp.requires_grad_(False)
+    other = start(model, make_config(1, gradient_accumulation_steps=2))
+    other.load_checkpoint(folder, load_module_strict=False)
+    train(other, 1)
+    return other.global_steps
+
+
+def test_an_open_window_goes_on_without_a_layer_that_is_frozen_now(pool1: RankPool, tmp_path: Path) -> None:
+    assert pool1.run(frozen_since, str(tmp_path)) == [2]
+
+
 class Scaled(Stack):
     """With a parameter without dimensions, and a frozen one that the optimizer lists too."""
 

@@ -5,6 +5,7 @@ every hook.
 import gc
 from collections.abc import Callable
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +22,7 @@ from tests.harness.cases import case_named
 from tests.harness.faults import Faults, InjectedFault, no_room
 from tests.harness.lockstep import TOLERANCE, equal, live_bytes, not_at_rest
 from tests.harness.pool import RankPool
-from tests.harness.training import STAGES, here, make_config, start, train_step
+from tests.harness.training import STAGES, here, make_config, outcome, start, train_step
 
 pytestmark = pytest.mark.timeout(60)
 ZERO = {"param_persistence_threshold": 0}
@@ -137,6 +138,51 @@ def failed_step(stage: int) -> bool:
 @pytest.mark.parametrize("stage", STAGES)
 def test_invariant_i8_a_failed_step(pool2: RankPool, stage: int) -> None:
     assert pool2.run(failed_step, stage) == [True, True]
+
+
+def rescued(folder: str, stage: int) -> bool:
+    """Whether a save and a load, each right after a plain backward that raised, keep the weights and training."""
+    case = case_named("plain")
+    engine = start(case.build(), make_config(stage, zero=ZERO))
+    train_step(engine, case, 0)
+    expected = {name: value.clone() for name, value in full_parameters(engine.module).items()}
+    for call in (engine.save_checkpoint, engine.load_checkpoint):
+        _fail(engine, case, "layers.1", "backward", plain=True)
+        call(folder, tag="t")
+    same = equal(expected, full_parameters(engine.module))
+    train_step(engine, case, 1)
+    steps = engine.global_steps
+    engine.destroy()
+    return same and steps == 2
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_invariant_i8_a_failed_plain_backward_is_over_for_checkpoints(
+    pool2: RankPool, stage: int, tmp_path: Path
+) -> None:
+    assert pool2.run(rescued, str(tmp_path), stage) == [True, True]
+
+
+def windows_behind_an_error() -> tuple[str, int]:
+    """The error behind an update (the loss scale is at its minimum), and the micro-batches of the next update."""
+    case, fp16 = case_named("plain"), {"initial_scale_power": 0, "min_loss_scale": 1, "hysteresis": 1}
+    engine = start(case.build(), make_config(1, gradient_accumulation_steps=3, fp16={"enabled": True, **fp16}))
+
+    def micro(factor: float = 1.0) -> str:
+        engine.backward(case.seeded_loss(engine, here(0))[0] * factor)
+        return outcome(engine.step)
+
+    said = "".join(micro(float("inf")) for _ in range(3))
+    steps, micros = engine.global_steps, 0
+    while engine.global_steps == steps and not micro():
+        micros += 1
+    engine.destroy()
+    return said, micros
+
+
+def test_invariant_i8_an_error_behind_an_update_ends_the_window(pool1: RankPool) -> None:
+    ((said, micros),) = pool1.run(windows_behind_an_error)
+    assert "already at its minimum" in said and micros == 3
 
 
 def checkpoint_around_the_engine(stage: int) -> float:

@@ -3,7 +3,6 @@
 import errno
 import json
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -111,14 +110,36 @@ def memory_that_ends_half_way(engine: Any) -> list[str]:
     """What has left the device by then comes back, and the engine is not lent."""
     came_back: list[str] = []
 
-    def leave(back: ExitStack, *_: Any, **__: Any) -> None:
-        back.callback(came_back.append, "state")
+    def leave(back: list[Any], *_: Any, **__: Any) -> None:
+        back.append(lambda: came_back.append("state"))
         raise OSError(errno.ENOMEM, "no memory")
 
     with mock.patch("deepspeed.engine.weights.leave_device", leave), pytest.raises(OSError, match="no memory"):
         engine.offload_states()
     problems = [] if came_back == ["state"] else ["a state stays away"]
     train_step(engine, case_named("plain"), 4)
+    return problems
+
+
+def room_that_comes_later(engine: Any) -> list[str]:
+    """A state that finds no room on the device is away, as the engine says, until a later call brings it back."""
+    came_back, problems = list[str](), list[str]()
+    home = mock.Mock(side_effect=[torch.OutOfMemoryError("no room yet"), None])
+
+    def leave(back: list[Any], *_: Any, **__: Any) -> bool:
+        back.extend([lambda: came_back.append("first"), home, lambda: came_back.append("last")])
+        return False
+
+    with mock.patch("deepspeed.engine.weights.leave_device", leave):
+        engine.offload_states()
+    if "no room yet" not in outcome(engine.reload_states):
+        problems.append("the error is not said")
+    if "reload_states" not in outcome(engine.step):
+        problems.append("the engine says that all are back")
+    engine.reload_states()
+    if home.call_count != 2 or came_back != ["last", "first"]:
+        problems.append(f"a state stays away: {home.call_count}, {came_back}")
+    train_step(engine, case_named("plain"), 5)
     return problems
 
 
@@ -143,6 +164,7 @@ def lend(stage: int) -> list[str]:
         problems.append("nvme is accepted")
     engine.offload_states(device="none")
     problems += memory_that_ends_half_way(engine)
+    problems += room_that_comes_later(engine)
     engine.offload_states()
     engine.destroy()  # also while its states are away
     plain.destroy()

@@ -2,16 +2,20 @@
 place of their layer in the whole model.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.pipe import PipelineModule
 from deepspeed.tools.verify.grads import full_parameters
 from tests.harness import pipes
+from tests.harness.lockstep import equal
 from tests.harness.pool import RankPool
+from tests.harness.training import outcome
 
 MICROS = 4  # of the whole job
 LAYOUTS = {
@@ -81,3 +85,51 @@ def test_any_number_of_stages_to_any_other(
     for loss, norm, params, steps in pools[1].run(_go_on, str(tmp_path), loaded):
         assert steps == 2
         assert pipes.worst(([loss], [norm], params), (losses[1:], norms[1:], expected)) <= 1e-6
+
+
+def _with_groups(stages: int) -> Any:
+    """Rates grow with the stage; norms and biases have a group without decay, and on the first of two are frozen."""
+    module = PipelineModule(pipes.layers(4, tied=False), num_stages=stages, loss_fn=pipes.cross_entropy)
+    stage = dist.get_rank() if stages > 1 else 0
+    flat = [p for p in module.parameters() if p.dim() < 2]
+    for param in flat if stages > 1 and stage == 0 else ():
+        param.requires_grad_(False)
+    groups = [
+        {"params": [p for p in module.parameters() if p.dim() > 1], "lr": 0.01 + 0.02 * stage, "weight_decay": 0.1},
+        {"params": flat, "lr": 0.05, "weight_decay": 0.0},
+    ]
+    schedule = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
+    config = pipes.config(1, MICROS * stages // dist.get_world_size(), scheduler=schedule)
+    return pipes.start(module, config, model_parameters=groups)
+
+
+def _own_groups(folder: str) -> tuple[list[Any], list[bool], str, int]:
+    """Groups of this stage in the run that goes on and in one that loads it, and whether weights are equal; what a load
+    without stages says, and how many updates one has that follows the advice.
+    """
+    engine, other, whole = _with_groups(2), _with_groups(2), _with_groups(1)
+    engine.train_batch(_batch(engine, 0))
+    engine.save_checkpoint(folder, "t")
+    other.load_checkpoint(folder)
+    groups, weights = [], []
+    for one in (engine, other):
+        one.train_batch(_batch(one, 1))
+        groups.append([(group["lr"], group["weight_decay"]) for group in one.basic_optimizer.param_groups])
+        weights.append(full_parameters(one.module))
+    said = outcome(lambda: whole.load_checkpoint(folder, load_module_strict=False))
+    whole.load_checkpoint(folder, load_optimizer_states=False)
+    steps = whole.global_steps
+    for one in (engine, other, whole):
+        one.destroy()
+    return groups, [equal(*weights)], said, steps
+
+
+def test_each_stage_goes_on_with_its_own_groups(pool2: RankPool, tmp_path: Path) -> None:
+    ranks = pool2.run(_own_groups, str(tmp_path))
+    assert [groups for groups, *_ in ranks] == [[[(0.0025, 0.1)]] * 2, [[(0.0075, 0.1), (0.0125, 0.0)]] * 2]
+    for _, same, said, steps in ranks:
+        assert same == [True] and "3 optimizer parameter groups" in said and "pipeline stages" in said and steps == 1
+    groups = find_and_open(tmp_path).facts["optimizer"]["groups"]
+    assert [group["options"]["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
+    names = [name for group in groups for name in group["names"]]
+    assert len(names) == len(set(names)) and all(group["names"] for group in groups)

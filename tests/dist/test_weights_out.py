@@ -3,8 +3,11 @@ that has left.
 """
 
 import gc
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.engine import weights
 from deepspeed.monitor import hostmem
 from deepspeed.pipe import PipelineModule
+from deepspeed.reallocate.flow import WeightFlow
 from deepspeed.tools.verify.models import MicroBatch, case_named
 from deepspeed.zero.plan import StateKind
 from tests.harness import pipes
@@ -219,6 +224,31 @@ def test_a_stream_holds_a_bucket_and_not_the_model(pool2: RankPool) -> None:
     to_all, to_one, at_once = zip(*pool2.run(peaks, [(4 * one, None), (4 * one, 0), (1 << 30, None)]), strict=True)
     assert max(*to_all, *to_one) <= 4 * one + (8 << 20), (to_all, to_one)
     assert max(at_once) >= 0.9 * LAYERS * one, "a control: one bucket is the model"
+
+
+def most_alive(folder: str) -> int:
+    """The most bytes of weights that are alive while a folder of 16 matrices and a wider buffer is written."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16)))
+    model.register_buffer("count", torch.zeros(4, dtype=torch.int64))
+    engine = start(model, make_config(1, bf16={"enabled": True}))
+    alive, most, following = weakref.WeakSet[Tensor](), 0, WeightFlow.__next__
+
+    def watched(flow: WeightFlow) -> Any:
+        nonlocal most
+        bucket = following(flow)
+        alive.update(values for _, values in bucket)
+        most = max(most, sum(values.nbytes for values in alive))
+        return bucket
+
+    with patch.object(WeightFlow, "__next__", watched), patch.object(weights, "_BUCKET", "20KB"):
+        engine.save_pretrained(folder)
+    engine.destroy()
+    return most
+
+
+def test_a_folder_of_several_dtypes_is_written_bucket_by_bucket(pool1: RankPool, tmp_path: Path) -> None:
+    (most,) = pool1.run(most_alive, str(tmp_path))
+    assert 64 * 64 * 2 <= most <= 20_000
 
 
 def generated(stage: int) -> dict[str, Any]:

@@ -65,6 +65,18 @@ def test_safetensors_read_by_the_original_library(tmp_path: Path, dtype: str) ->
         assert file.metadata() == {"format": "pt"}
 
 
+def test_8_bit_floats_stay_the_codes_they_are_in_every_dtype(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    source, codes = sample(), torch.arange(16, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    source.tensors["param", "codes"] = codes
+    write_checkpoint(source, tmp_path / "ckpt", "t")
+    for dtype in ("keep", "bf16", "fp32"):
+        assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / dtype), "--format", "hf", "--dtype", dtype]) == 0
+        found = load_file(tmp_path / dtype / "model.safetensors")["codes"]
+        assert found.dtype == codes.dtype and torch.equal(found.view(torch.uint8), codes.view(torch.uint8))
+
+
 def test_shards_have_an_index_that_accounts_for_every_byte(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -1,5 +1,6 @@
 """A checkpoint has its name when it is whole, never before; what died on the way is skipped, said, and cleared away."""
 
+import copy
 import errno
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -241,6 +243,22 @@ def test_numbers_of_many_parameters_are_joined_in_linear_time() -> None:
     joined = join_facts([{"common": common, "rank": {"scalars": dict(rows)}} for common in ({"optimizer": {}}, {})])
     assert [len(row["names"]) for row in joined["optimizer"]["scalars"]] == [40_000]
     assert time.process_time() - begun < 3.0
+
+
+@pytest.mark.parametrize(
+    ("second", "names", "schedule"),
+    [([{"lr": 1}], [["a0", "b0"], ["a1"]], {"rates": 2}), ([{"lr": 2}], [["a0"], ["a1"], ["b0"]], None)],
+)
+def test_groups_of_stages_are_one_list_where_options_agree(second: Any, names: Any, schedule: Any) -> None:
+    ranks: list[dict[str, Any]] = []
+    for letter, options in (("a", [{"lr": 1}, {"lr": 2}]), ("b", second)):
+        groups = [{"names": [f"{letter}{i}"], "options": each} for i, each in enumerate(options)]
+        common: dict[str, Any] = {"shared": {}, "extra_state": {}, "groups": [group["names"] for group in groups]}
+        common |= {"lr_scheduler": {"rates": 2}, "optimizer": {"groups": copy.deepcopy(groups)}} if not ranks else {}
+        ranks.append({"common": common, "rank": {"stage": {"groups": groups}}})
+    facts = join_facts(ranks)
+    assert [group["names"] for group in facts["optimizer"]["groups"]] == names
+    assert facts["lr_scheduler"] == schedule
 
 
 def test_waiting_for_many_ranks_leaves_the_interpreter_to_training(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from deepspeed.checkpoint.format.plain import DEEPEST, decode, encode
+from deepspeed.checkpoint.format.plain import DEEPEST, Collected, decode, encode
 from deepspeed.errors import CheckpointError, PlainStateError
 from tests.harness.rows import for_each
 
@@ -332,6 +332,13 @@ def test_all_that_cannot_be_stored_is_named_at_once_with_the_way_out() -> None:
     assert "client_state/objects/10" not in text
     assert "and 3 more" in text
     assert "checkpoint.allow_pickle: true" in text
+
+
+def test_a_setting_is_advised_only_where_it_has_an_effect() -> None:
+    with pytest.raises(PlainStateError) as caught:
+        Collected().add({"level": Level.HIGH}, "lr_scheduler")
+    text = str(caught.value)
+    assert "lr_scheduler/level" in text and "state_dict()" in text and "allow_pickle" not in text
 
 
 def test_with_the_opt_in_only_strangers_are_left_out() -> None:

@@ -17,7 +17,7 @@ from deepspeed.checkpoint.format.plain import Collected
 from deepspeed.checkpoint.load.compare import in_memory
 from deepspeed.checkpoint.load.source import Key, Source
 from deepspeed.checkpoint.save.client_files import write_client_files, write_script
-from deepspeed.checkpoint.save.collect import in_rows, pack_scalar
+from deepspeed.checkpoint.save.collect import group_rows, in_rows, pack_scalar
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.regions import Span
 
@@ -34,12 +34,8 @@ def _facts_of(source: Source, plain: Collected) -> dict[str, Any]:
         numbers = (facts["optimizer"].get("scalars") or {}).items()
         optimizer = {
             "type": facts["optimizer"].get("type"),
-            "groups": [
-                {"names": list(g["names"]), "options": plain.add(g["options"], f"optimizer/{i}")}
-                for i, g in enumerate(groups)
-            ],
+            "groups": group_rows(((g["names"], g["options"]) for g in groups), plain, "optimizer"),
             "scalars": in_rows((name, {k: pack_scalar(v) for k, v in values.items()}) for name, values in numbers),
-            "odd": None,
         }
     return {
         "saved": {**(facts.get("saved") or {}), "imported_from": source.kind},

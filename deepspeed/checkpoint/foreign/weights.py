@@ -24,6 +24,7 @@ from deepspeed.errors import CheckpointError
 from deepspeed.monitor.log import log_dist
 from deepspeed.reallocate.flow import Parcel, WeightFlow, plan_shards
 from deepspeed.zero.module.state import whole_shape
+from deepspeed.zero.param import castable
 
 Progress = Callable[[int], None]
 Tensors = dict[str, torch.Tensor]
@@ -127,7 +128,7 @@ def weight_streams(source: Source, *, dtype: torch.dtype | None, exclude_frozen:
     """
     dtypes = {"master": dtype or compute_dtype(open_facts(source)), "param": dtype}
     return [
-        stream(source, key, dtype=dtypes.get(key[0]) if source.entries[key].dtype.is_floating_point else None)
+        stream(source, key, dtype=dtypes.get(key[0]) if castable(source.entries[key].dtype) else None)
         for key in weight_keys(source, exclude_frozen=exclude_frozen)
     ]
 
@@ -250,7 +251,8 @@ def _write_safetensors(file: BinaryIO, streams: Sequence[Stream], progress: Prog
 def original_parcels(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Parcel], Tensors]:
     """Name ``tensors`` as the files of ``module`` do (see ``save_pretrained``); return parcels and meta tensors."""
     ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
-    kept = [name for name in tensors if name not in ignored]
+    # In the order of a file, which is written as the weights arrive.
+    kept = sorted((n for n in tensors if n not in ignored), key=lambda n: -tensors[n].dtype.itemsize)
     empty = {n: torch.empty(whole_shape(tensors[n]), dtype=tensors[n].dtype, device="meta") for n in kept}
     revert: Callable[..., Tensors] | None = None
     if hasattr(module, "base_model_prefix"):  # a model of transformers, which is imported then

@@ -54,10 +54,11 @@ _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": Order
 _CONTAINERS = (list, Namespace, *_SERIES.values(), *_MAPPINGS.values())
 
 
-def encode(value: Any, *, name: str, allow_rest: bool = False) -> "Encoded":
+def encode(value: Any, *, name: str, allow_rest: bool = False, opt_in: bool = True) -> "Encoded":
     """Encode ``value`` as JSON and tensors named ``name/key/index``.
 
     Raises PlainStateError with the paths: for cycles, deep nesting and, unless ``allow_rest``, what is no plain state.
+    ``opt_in``: the configuration can allow that.
     """
     encoded = Encoded(value, name)
     if encoded.rest and not allow_rest:
@@ -65,10 +66,11 @@ def encode(value: Any, *, name: str, allow_rest: bool = False) -> "Encoded":
             f"{path}: {type(v).__module__}.{type(v).__qualname__}{f' {v.dtype}' if isinstance(v, np.ndarray) else ''}"
             for path, v in encoded.rest.items()
         ]
+        way_out = f', or set "{OPT_IN}" in the configuration' if opt_in else ""
         raise PlainStateError(
             f"{len(lines)} object(s) in the state to save cannot be stored without pickle:{_listed(lines)}\n"
             "Store plain values instead (numbers, str, bytes, lists, tuples, sets, dicts, tensors, numpy arrays, "
-            f'dates, Namespace, Path; for example obj.state_dict()), or set "{OPT_IN}" in the configuration.'
+            f"dates, Namespace, Path; for example obj.state_dict()){way_out}."
         )
     return encoded
 
@@ -87,7 +89,7 @@ class Collected:
 
     def add(self, value: Any, name: str) -> Any:
         """Encode ``value`` and keep its tensors; return the JSON."""
-        encoded = encode(value, name=name)
+        encoded = encode(value, name=name, opt_in=False)
         self.tensors |= encoded.tensors
         return encoded.json
 

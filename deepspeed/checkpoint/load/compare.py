@@ -35,6 +35,7 @@ _SLOTS = {
     "lion": {"exp_avg"},
 }
 _CHUNK_BYTES = 16 << 20
+_ZENFLOW = "zenflow_"  # what the names of ZenFlow's slots begin with in every checkpoint
 
 
 @dataclass
@@ -113,10 +114,12 @@ def compare(states: States, source: Source, *, module: bool, optimizer: bool) ->
 
 
 def _compare_slots(states: States, optimizer: torch.optim.Optimizer, source: Source, match: Comparison) -> None:
+    # Without ZenFlow every column has the host's count.
+    left_out = () if states.update.further_slots == _ZENFLOW else (_ZENFLOW,)
     saved: dict[str, dict[str, Key]] = {}
     for state, name in source.entries:
         kind, _, slot = state.partition(".")
-        if kind == "optim":
+        if kind == "optim" and not slot.startswith(left_out):
             saved.setdefault(name, {})[slot] = (state, name)
         elif kind == "part":
             match.parts.setdefault(name.rpartition("@")[0], set()).add(slot)
@@ -130,7 +133,8 @@ def _compare_slots(states: States, optimizer: torch.optim.Optimizer, source: Sou
     for name in (s.name for u in units for s in u.layout.segments if 0 <= s.group < count and s.numel):
         stored = match.keys[name][1] if name in match.keys else name
         used.add(stored)
-        match.slots[name], match.scalars[name] = saved.get(stored, {}), dict(scalars.get(stored, {}))
+        numbers = {k: v for k, v in scalars.get(stored, {}).items() if not k.startswith(left_out)}
+        match.slots[name], match.scalars[name] = saved.get(stored, {}), numbers
         # what an optimizer of whole tensors keeps of one without dimensions is a number
         lacking = slot_names - match.slots[name].keys()
         if (uniform or not (match.slots[name] or match.scalars[name])) and not match.opaque:
@@ -160,17 +164,33 @@ def optimizer_kind(name: str) -> str:
     return "adam" if word == "adamw" else word
 
 
+def own_facts(states: States, source: Source) -> dict[str, Any]:
+    """Return ``groups`` and ``lr_scheduler`` of the pipeline stage with groups of these names, else those of all."""
+    facts = source.facts
+    of_all = {"groups": (facts.get("optimizer") or {}).get("groups", []), "lr_scheduler": facts.get("lr_scheduler")}
+    return next((s for s in facts.get("stages") or () if [g["names"] for g in s["groups"]] == states.groups), of_all)
+
+
 def check_optimizer(states: States, source: Source) -> None:
-    """Raise CheckpointError when this optimizer cannot continue from the saved state; warn for another class."""
+    """Raise CheckpointError when this engine cannot continue from the saved optimizer state; warn for another class."""
     saved = source.facts.get("optimizer") or {}
     if not saved:
         raise CheckpointError(f"{source.path} has no optimizer state; pass load_optimizer_states=False")
     assert states.optimizer is not None
-    groups, saved_groups = len(states.optimizer.param_groups), len(saved["groups"])
+    groups, saved_groups = len(states.optimizer.param_groups), own_facts(states, source)["groups"]
+    first = (source.facts.get("stages") or [saved])[0]["groups"]
+    # Where stages had different groups all are listed, in an order that fits no other cut.
+    mixed = saved_groups is saved["groups"] and len(saved_groups) > len(first)
     advice = "or load with load_optimizer_states=False"
-    if groups != saved_groups:
-        text = f"{saved_groups} optimizer parameter groups, this optimizer has {groups}; build them as they were"
-        raise CheckpointError(f"the checkpoint has {text}, {advice}")
+    if mixed or groups != len(saved_groups):
+        text = f"{len(saved_groups)} optimizer parameter groups, this optimizer has {groups}"
+        raise CheckpointError(f"the checkpoint has {text}; build them, and pipeline stages, as they were, {advice}")
+    summed = any(state == f"optim.{_ZENFLOW}sum" for state, _ in source.entries)
+    if summed and states.update.further_slots != _ZENFLOW:
+        raise CheckpointError(
+            f"checkpoint {source.path} was saved in the middle of a window of zero_optimization.zenflow, with sums of "
+            f"gradients that this engine cannot use; load it with that block, save at the end of a window, {advice}"
+        )
     stored = {s.removeprefix("optim.") for s, _ in source.entries if s.startswith("optim.")}
     slots = ((k, v) for view in states.views for k, v in states.state_of(view).items())
     live = {k for k, v in slots if isinstance(v, torch.Tensor) and v.dim()}

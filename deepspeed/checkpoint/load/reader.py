@@ -154,6 +154,7 @@ class OwnSource:
                 "optimizer": self._optimizer(raw.get("optimizer")),
                 **{name: self._plain(raw.get(name)) for name in ("lr_scheduler", "loss_scaler", "extra_state")},
                 "client_state": self._plain(client.get("client_state"), pickled) or {},
+                "stages": self._plain([rank["stage"] for rank in ranks if "stage" in rank]),
                 "ranks": {
                     rank: {name: self._plain(ranks[rank].get(name)) for name in ("rng", "data", "odd")}
                     for rank in {0, self._rank} & set(range(len(ranks)))

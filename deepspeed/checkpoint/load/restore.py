@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint.foreign.legacy import ReferenceSource
-from deepspeed.checkpoint.load.compare import WEIGHTS, Comparison, check_optimizer, compare, in_no_model, verdict
+from deepspeed.checkpoint.foreign.weights import shared_names, weight_keys, with_aliases
+from deepspeed.checkpoint.load.compare import Comparison, check_optimizer, compare, in_no_model, own_facts, verdict
 from deepspeed.checkpoint.load.source import Key, Source, Wish, fill, whole
 from deepspeed.checkpoint.save import collect
 from deepspeed.checkpoint.save.client_files import names_and_shapes
@@ -28,7 +29,6 @@ from deepspeed.zero.unit import Unit
 
 # Options of a group that say how this optimizer computes; a checkpoint may come from one that computes otherwise.
 _OWN_OPTIONS = ("params", "fused", "foreach", "capturable", "differentiable", "decoupled_weight_decay")
-_ZENFLOW = "zenflow_"  # what the names of ZenFlow's slots begin with in every checkpoint
 _CUT_ANEW = (
     "belongs to the layout it was saved under (ranks, sharding, buckets, parts of parameters) and cannot be cut anew; "
     "load with the same configuration and number of ranks, or load_optimizer_states=False"
@@ -62,7 +62,7 @@ def load_into(
             logger.warning("loading %s: %s", source.path, line)
         if optimizer:
             check_optimizer(states, source)
-            _check_window(runtime, source)
+        plan = _plan_views(states, source, match) if optimizer else []
         check()
     begin()
     nbytes = sum(u.shard.numel() * u.buffer.full.element_size() for u in states.units)
@@ -70,25 +70,9 @@ def load_into(
         if module:
             _fill_module(states, source, match, report)
         if optimizer:
-            _fill_optimizer(states, source, match, report)
-            if states.optimizer is not None and runtime.update.further_slots != _ZENFLOW:
-                for state in states.optimizer.state.values():  # every column has the host's count from here on
-                    names = state if isinstance(state, dict) else ()
-                    for name in [name for name in names if str(name).startswith(_ZENFLOW)]:
-                        del state[name]
+            _fill_optimizer(states, source, plan, report)
     runtime.publish(runtime.units)
     return source
-
-
-def _check_window(runtime: Runtime, source: Source) -> None:
-    """Raise CheckpointError where gradients that a ZenFlow window has summed would be lost."""
-    summed = any(state == f"optim.{_ZENFLOW}sum" for state, _ in source.entries)
-    if summed and runtime.update.further_slots != _ZENFLOW:
-        raise CheckpointError(
-            f"checkpoint {source.path} was saved in the middle of a window of zero_optimization.zenflow, with sums of "
-            "gradients that this engine cannot use, and nothing was loaded; load it with that block, save at the end "
-            "of a window, or load with load_optimizer_states=False"
-        )
 
 
 # -- what is no tensor of the engine ------------------------------------------------------------------------------
@@ -112,9 +96,7 @@ def of_rank(source: Source, rank: int, name: str) -> Any:
 
 def state_dict(source: Source) -> dict[str, torch.Tensor]:
     """Read every weight and buffer, whole."""
-    tensors = {n: whole(source, (s, n)) for s, n in source.entries if s in (*WEIGHTS, "buffer")}
-    shared = source.facts.get("shared") or {}
-    return tensors | {alias: tensors[name] for alias, name in shared.items() if name in tensors}
+    return with_aliases({key[1]: whole(source, key) for key in weight_keys(source)}, shared_names(source))
 
 
 # -- weights and buffers ------------------------------------------------------------------------------------------
@@ -150,6 +132,7 @@ def _fill_module(states: States, source: Source, match: Comparison, report: Call
 # -- optimizer state ----------------------------------------------------------------------------------------------
 _Piece = tuple[int, int, Key, int, Region | None]  # elements [lo, hi) of a slot: those of key from there on, of region
 _Filling = tuple[tuple[int, ...], torch.dtype, list[_Piece]]  # what fills a slot's tensor of that shape and dtype
+_Plan = list[tuple[OptimView, dict[str, _Filling], tuple[dict[str, Any], dict[str, int]]]]  # slots and numbers of views
 
 
 def _all_of(source: Source, key: Key, region: Region | None = None) -> _Filling:
@@ -159,16 +142,29 @@ def _all_of(source: Source, key: Key, region: Region | None = None) -> _Filling:
     return shape, dtype, [(0, prod(shape), key, 0, region)]
 
 
-def _fill_optimizer(states: States, source: Source, match: Comparison, report: Callable[[int], None]) -> None:
+def _odd_state(states: States, source: Source) -> dict[str, Any]:
+    """Return what the optimizer keeps besides tensors and numbers."""
+    return of_rank(source, states.mesh.job.index, "odd") or of_rank(source, 0, "odd") or {}
+
+
+def _plan_views(states: States, source: Source, match: Comparison) -> _Plan:
+    """Plan what fills each view, from descriptions alone. CheckpointError for state that fits another layout only."""
+    keys = {collect.view_key(view) for view in states.views}
+    for key, values in _odd_state(states, source).get("views", {}).items():
+        if key not in keys:
+            raise CheckpointError(f"optimizer state {', '.join(values)} {_CUT_ANEW}")
+    return [(view, _fillings(view, source, match), _scalars_of(view, match)) for view in states.views]
+
+
+def _fill_optimizer(states: States, source: Source, plan: _Plan, report: Callable[[int], None]) -> None:
     """Load the options of the groups, and slots and numbers of this rank's views, in place of any earlier ones."""
-    if (optimizer := states.optimizer) is None:
-        return
-    groups = source.facts["optimizer"].get("groups", [])
-    for group, values in zip(optimizer.param_groups, groups, strict=True):
+    optimizer = states.optimizer
+    assert optimizer is not None
+    for group, values in zip(optimizer.param_groups, own_facts(states, source)["groups"], strict=True):
         group.update({k: v for k, v in values["options"].items() if k not in _OWN_OPTIONS or k not in group})
-    for view in states.views:
+    for view, fresh, (scalars, missed) in plan:
         tensors = {k for k, v in states.state_of(view).items() if isinstance(v, torch.Tensor) and v.dim()}
-        fresh, (scalars, view.missed) = _fillings(view, source, match), _scalars_of(view, match)
+        view.missed = missed
         if fresh.keys() != tensors or not fresh and not scalars:
             optimizer.state.pop(view.param, None)
         if not fresh and not scalars:
@@ -178,13 +174,10 @@ def _fill_optimizer(states: States, source: Source, match: Comparison, report: C
             _fill_view(view, state, fresh, source, {k: _placed(k, v, optimizer, view) for k, v in scalars.items()})
             optimizer.state[view.param] = state
         report(sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor)))
-    # What the optimizer keeps besides tensors and numbers.
-    odd = of_rank(source, states.mesh.job.index, "odd") or of_rank(source, 0, "odd") or {}
+    odd = _odd_state(states, source)
     optimizer.state.update(odd.get("shared", {}))
     views = {collect.view_key(v): v for v in states.views}
     for key, values in odd.get("views", {}).items():
-        if key not in views:
-            raise CheckpointError(f"optimizer state {', '.join(values)} {_CUT_ANEW}")
         optimizer.state[views[key].param].update(values)
 
 
@@ -280,14 +273,15 @@ def _fill_view(
 # -- an open accumulation window ----------------------------------------------------------------------------------
 def fill_gradients(states: States, source: Source, gradients: Gradients, *, factor: float) -> None:
     """Load reduced gradients; deal out partial sums anew, times ``factor``: the mean over another number of ranks."""
-    parts: dict[str, list[Key]] = {}
+    parts: dict[str, list[tuple[int, Key]]] = {}
     for state, name in source.entries:
-        if state.startswith("grad_partial@"):
-            parts.setdefault(name, []).append((state, name))
+        kind, _, rank = state.partition("@")
+        if kind == "grad_partial":
+            parts.setdefault(name, []).append((int(rank), (state, name)))
     with torch.no_grad():
         for unit in states.units:
-            names, zero = [s.name for s in unit.layout.segments], unit.mesh.zero
-            reduced = {n: ("grad", n) for n in names if ("grad", n) in source.entries}
+            segments, zero = {s.name: s for s in unit.layout.segments}, unit.mesh.zero
+            reduced = {n: ("grad", n) for n in segments if ("grad", n) in source.entries}
             if unit.trainable and reduced:
                 gradients.refill(unit)
                 with unit.values(StateKind.GRAD, write=True) as values:
@@ -295,20 +289,16 @@ def fill_gradients(states: States, source: Source, gradients: Gradients, *, fact
                     if factor != 1.0:
                         values.mul_(factor)
                     unit.note_gradient(values)
-            local = {
-                n: [k for k in parts[n] if int(k[0].partition("@")[2]) % zero.size == zero.index]
-                for n in names
-                if n in parts
-            }
-            if not any(local.values()):
+            ours = [key for n in segments for rank, key in parts.get(n, ()) if rank % zero.size == zero.index]
+            if not unit.trainable or not ours:
                 continue
-            dtype = next(source.entries[k].dtype for keys in local.values() for k in keys)
-            total, positions = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.device), set[int]()
-            for position, segment in enumerate(unit.layout.segments):
-                for key in local.get(segment.name, []):
-                    for lo, hi, span in segment.spans(segment.offset, segment.stop):
-                        arrived = torch.empty(hi - lo, dtype=dtype, device="cpu")
-                        source.read(key, arrived, start=span.lo, region=span.region)
-                        total[lo:hi].add_(arrived.to(unit.device), alpha=factor)
-                    positions.add(position)
-            unit.window.restore(total, positions)
+            dtype = source.entries[ours[0]].dtype
+            total = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.device)
+            for key in ours:
+                segment = segments[key[1]]
+                for lo, hi, span in segment.spans(segment.offset, segment.stop):
+                    arrived = torch.empty(hi - lo, dtype=dtype, device="cpu")
+                    source.read(key, arrived, start=span.lo, region=span.region)
+                    total[lo:hi].add_(arrived.to(unit.device), alpha=factor)
+            names = {name for _, name in ours}
+            unit.window.restore(total, {position for position, name in enumerate(segments) if name in names})

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from deepspeed.checkpoint.format.plain import Collected
 from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.tier.drive import Stored
 from deepspeed.tier.store import TierStore
@@ -218,6 +219,14 @@ def in_rows(scalars: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any
     for name, values in scalars:
         rows.setdefault(repr(sorted(values.items(), key=str)), (values, {}))[1][name] = None
     return [{"values": values, "names": list(names)} for values, names in rows.values()]
+
+
+def group_rows(groups: Iterable[tuple[list[str], dict[str, Any]]], plain: Collected, name: str) -> list[dict[str, Any]]:
+    """Pack names and options of optimizer groups; ``name``: what the names of tensors among the options begin with."""
+    return [
+        {"names": names, "options": plain.add({k: v for k, v in options.items() if k != "params"}, f"{name}/{index}")}
+        for index, (names, options) in enumerate(groups)
+    ]
 
 
 def odd_state(states: States) -> dict[str, Any]:

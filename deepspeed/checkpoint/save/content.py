@@ -96,6 +96,7 @@ def content_of(
     buffers = persistent_buffers(states.module, pieces=not exclude_frozen)
     buffers = {n: b.detach().resolve_conj().resolve_neg() for n, b in buffers.items()}
     adds = rank > 0 and any(u.mesh.zero.index == 0 for u in states.units)  # to the common facts, with names of its own
+    speaks = states.mesh.pp.size > 1 and states.mesh.zero.index == states.mesh.tp.index == 0  # for its pipeline stage
     with together(states.mesh, "collecting the state") as shared:
         facts = given()
         name, odd = f"ranks/{rank}", collect.odd_state(states)
@@ -106,8 +107,12 @@ def content_of(
             **({"odd": plain.add(odd, f"{name}/optimizer")} if odd else {}),
         }
         content.common = _common_facts(states, facts, plain) if rank == 0 else {}
+        if speaks and states.optimizer is not None:  # groups of another stage may be others
+            pairs = zip(states.groups, states.optimizer.param_groups, strict=True)
+            rows, schedule = collect.group_rows(pairs, plain, f"{name}/groups"), facts["lr_scheduler"]
+            content.facts["stage"] = {"groups": rows, "lr_scheduler": plain.add(schedule, f"{name}/lr_scheduler")}
         extra = _extra_states(states) if adds else {}
-        encode(extra, name="extra_state")  # what cannot be stored is an error now
+        Collected().add(extra, "extra_state")  # what cannot be stored is an error now
         client = encode(facts["client_state"], name="client_state", allow_rest=allow_pickle)
         text = json.dumps(client.json, sort_keys=True).encode()
         digest = rank if client.rest else [crc32c(text), *map(crc32c, client.tensors.values())]  # pickled: never equal
@@ -157,12 +162,8 @@ def _common_facts(states: States, given: dict[str, Any], plain: Collected) -> di
     if states.mesh.data.size < states.mesh.job.size:
         world["data"] = states.mesh.data.size  # in how many parts the batch is dealt out
     if states.optimizer is not None:
-        options = [{k: v for k, v in group.items() if k != "params"} for group in states.optimizer.param_groups]
-        groups = [
-            {"names": names, "options": plain.add(values, f"optimizer/{index}")}
-            for index, (names, values) in enumerate(zip(states.groups, options, strict=True))
-        ]
-        optimizer = {"type": type(states.optimizer).__name__, "groups": groups}
+        groups = zip(states.groups, states.optimizer.param_groups, strict=True)
+        optimizer = {"type": type(states.optimizer).__name__, "groups": collect.group_rows(groups, plain, "optimizer")}
     return {
         "saved": {"tag": given["tag"], "time": saved, "deepspeed": __version__, "torch": torch.__version__},
         "world": world,

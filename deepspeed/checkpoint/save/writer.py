@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -149,31 +149,22 @@ def _add(rows: dict[Key, Row], row: Row, boxes: list[Any], rank: int) -> None:
     first["boxes"] = [*first["boxes"], *boxes] if first is not row else boxes
 
 
-@dataclass
-class Joined:
-    """Rows, files and facts of all ranks."""
-
-    rows: dict[Key, Row] = field(default_factory=dict)
-    files: dict[str, int] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-
-
-def join_lists(folder: Path, ranks: int) -> Joined:
-    """Join every rank's list into one and remove them: boxes by tensor, facts as ``join_facts``."""
-    whole, facts = Joined(), list[dict[str, Any]]()
+def join_lists(folder: Path, ranks: int) -> tuple[dict[Key, Row], dict[str, int], dict[str, Any]]:
+    """Join every rank's list into one and remove them: rows of tensors, bytes of files, facts as ``join_facts``."""
+    rows, files = dict[Key, Row](), dict[str, int]()
+    facts = list[dict[str, Any]]()
     for path in (folder / _LIST.format(rank) for rank in range(ranks)):
         part = parsed(path.read_bytes(), where=str(path), checksum=crc32c)
         path.unlink()
-        whole.files |= part["files"]
+        files |= part["files"]
         for row in part["tensors"]:
-            _add(whole.rows, row, row["boxes"], len(facts))
+            _add(rows, row, row["boxes"], len(facts))
         facts.append(part["facts"])
-    for (state, name), row in whole.rows.items():
+    for (state, name), row in rows.items():
         for gap in gaps_in(row):
             label = f"elements {gap.lo} to {gap.hi} of {state} of {name!r}"
             raise CheckpointError(f"{label} were written by {gap.times} ranks; ranks do not agree on who holds them")
-    whole.facts = join_facts(facts)
-    return whole
+    return rows, files, join_facts(facts)
 
 
 def join_facts(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -184,6 +175,11 @@ def join_facts(ranks: list[dict[str, Any]]) -> dict[str, Any]:
             facts[name] = facts[name] | more[name] | facts[name]
         for group, names in zip((facts.get("optimizer") or {}).get("groups", []), more.get("groups", []), strict=False):
             group["names"] = list(dict.fromkeys((*group["names"], *names)))
+    lists = [rank["stage"]["groups"] for rank in facts["ranks"] if "stage" in rank]
+    options = [[group["options"] for group in groups] for groups in lists]
+    if any(some != options[0][: len(some)] for some in options):  # the first stage's are not those of the model
+        facts["optimizer"]["groups"] = [group for groups in lists for group in groups]
+        facts["lr_scheduler"] = None
     if facts.setdefault("optimizer", None) is not None:
         numbers = (pair for rank in facts["ranks"] for pair in rank.pop("scalars", {}).items())
         facts["optimizer"]["scalars"] = in_rows(numbers)
@@ -365,10 +361,10 @@ class Saver:
             return
         with _explained(folder):
             wait_for_ranks(folder, self._mesh.job.size, stop)
-            whole = join_lists(folder, self._mesh.job.size)
+            rows, files, facts = join_lists(folder, self._mesh.job.size)
             if order.extra is not None:
-                order.extra(folder, {key: row["shape"] for key, row in whole.rows.items()}, whole.facts)
-            content = text_of([*whole.rows.values()], whole.files, whole.facts, crc32c)
+                order.extra(folder, {key: row["shape"] for key, row in rows.items()}, facts)
+            content = text_of([*rows.values()], files, facts, crc32c)
             folders.write_atomically(folder / folders.MANIFEST, content)
             final = folders.publish(folder, order.tag)
             if order.latest:

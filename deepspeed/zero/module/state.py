@@ -1,6 +1,5 @@
 """The state of a client's module by its names: parameters that units keep, buffers, and whole values of both."""
 
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -70,9 +69,9 @@ def persistent_buffers(module: nn.Module, *, pieces: bool = True, once: bool = T
 
 
 def leave_device(
-    back: ExitStack, units: list[Unit], optimizer: Optimizer | None, include: Any, *, arena: Arena, pin: bool
+    back: list[Any], units: list[Unit], optimizer: Optimizer | None, include: Any, *, arena: Arena, pin: bool
 ) -> bool:
-    """Move the named states (None: all) to host memory of ``arena``; ``back.close()`` is the way home, bit for bit.
+    """Move the named states (None: all) to host memory of ``arena``; calls that join ``back`` undo it, bit for bit.
 
     Parameters whole on every rank stay. Returns whether parameters moved. UsageError while the model is in use.
     """
@@ -93,7 +92,7 @@ def leave_device(
             return
         device = store.tensor.device
         move_state(unit, kind, home(store.tensor))
-        back.callback(lambda: move_state(unit, kind, unit.rest[kind].tensor.to(device)) if kind in unit.rest else None)
+        back.append(lambda: move_state(unit, kind, unit.rest[kind].tensor.to(device)) if kind in unit.rest else None)
 
     for unit in units:
         master = State.hp_params in wanted
@@ -107,6 +106,6 @@ def leave_device(
         for view in unit.views:
             for value in states.get(view.param, {}).values():
                 if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device.type != "cpu":
-                    back.callback(lambda tensor, place: point(tensor, tensor.data.to(place)), value, value.device)
+                    back.append(lambda t=value, place=value.device: point(t, t.data.to(place)))
                     point(value, home(value.data))
     return State.lp_params in wanted or (State.hp_params in wanted and any(u.master_is_param for u in units))
