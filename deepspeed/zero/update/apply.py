@@ -18,7 +18,7 @@ from torch import nn
 from deepspeed.optim.base import GroupStep
 from deepspeed.optim.host import Scalar
 from deepspeed.tier.store import TierStore
-from deepspeed.zero.layout import Segment
+from deepspeed.zero.layout import Granularity, Segment
 from deepspeed.zero.optim_view import OptimView, copied, segments_of
 from deepspeed.zero.param import requiring
 from deepspeed.zero.plan import StateKind
@@ -202,8 +202,9 @@ class Divided:
 
 
 class _Cut:
-    """Cut one view into runs of parameters with the same count. Those that stand still are shown only until the view
-    has slots, which checkpoints need: as zeros, so that the slots are those of no update, and are put back.
+    """Cut one view into runs of parameters with the same count. Those that stand still beside others are shown only
+    until the view has slots, which it has for all: as zeros, so that the slots are those of no update, and are put
+    back. A parameter that is a view of its own has none before its first update, as in plain PyTorch.
     """
 
     def __init__(self, view: OptimView, optimizer: torch.optim.Optimizer, frozen: Frozen) -> None:
@@ -212,7 +213,8 @@ class _Cut:
         self._missed = view.missed if self._state else {}  # a client may have cleared it
         still, self._segments = frozen.get(view.unit, set()), segments_of(view)
         runs = itertools.groupby(self._segments, lambda s: (s.name in still, self._missed.get(s.name, 0)))
-        self._pieces = [self._piece([*run], still=stands) for (stands, _), run in runs if not (stands and self._state)]
+        hides = self._state or view.unit.layout.granularity is Granularity.PARAMETER
+        self._pieces = [self._piece([*run], still=stands) for (stands, _), run in runs if not (stands and hides)]
 
     def show(self) -> list[OptimView]:
         """Give the optimizer the state of each piece; return the pieces."""
