@@ -94,7 +94,7 @@ class Checkpoints:
         config = self._config.checkpoint
         self._checks.begin_collective()
         name, state = self._common_tag(tag), client_state or {}
-        self.runtime.update.publish()
+        self._checks.publish("save_checkpoint")
         self._engine._parts.hooks.take_edits()
         self.runtime.gradients.land_all()
         with self.runtime.gradients.withdrawn():

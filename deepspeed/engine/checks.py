@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.comm import interrupts
-from deepspeed.comm.collectives import AxisGroup, check_alike, is_of_backend
+from deepspeed.comm.collectives import AxisGroup, check_alike, failures, is_of_backend
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.blocks import MonitorConfig
 from deepspeed.config.model.settings import settings
@@ -77,6 +77,19 @@ class Checks:
         if self._runtime.depth or self._runtime.in_backward or inside_backward():
             raise UsageError(f"{call}() was called inside a forward or backward of the model; call it between steps")
         self._engine._outcomes.hear()  # so that what an update came to is known, and a schedule stands where it belongs
+
+    def publish(self, call: str) -> None:
+        """Bring PARAM up to a late update. UsageError, on all ranks, where a backward is to come on one. Collective."""
+        update, mesh, fault = self._runtime.update, self._runtime.mesh, None
+        if update.unpublished and self._engine._parts.hooks.awaits_backward():
+            fault = UsageError(
+                f"{call}() shows the result of the last update (delayed_update, zenflow), and a forward has had no "
+                "backward yet, which would compute with other weights: make the call before or after both, or drop the "
+                "outputs of that forward first (under torch.no_grad() there is none to wait for)"
+            )
+        for rank, text in failures(fault, mesh.job).items() if update.unpublished else ():
+            raise fault or UsageError(f"{mesh.title(rank)}: {text}")
+        update.publish()
 
     def ready(self, training: str = "") -> None:
         """Raise UsageError if a client's call cannot be followed; ``training`` names one that needs an optimizer."""

@@ -404,7 +404,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
     def train(self, mode: bool = True) -> "DeepSpeedEngine":
         """Set the mode of the module. Collective with ``delayed_update``: evaluations see the last update's result."""
         if not mode:
-            self.runtime.update.publish()
+            self._checks.publish("eval")
         self.training = mode
         self.module.train(mode)
         return self

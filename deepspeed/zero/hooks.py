@@ -123,7 +123,7 @@ class ModuleHooks:
         self._warned: set[nn.Module] = set()
         self._checked_at = -1
         self._armed = False
-        self._graphs = weakref.WeakSet[_Graph]()
+        self._graphs = weakref.WeakKeyDictionary[_Graph, int]()  # and of how many updates their weights are
         # Parameters that autograd works for although they are in no group of the optimizer.
         self._training = any(unit.trainable for unit in runtime.units)
         self._tree = ModuleTree(model, runtime)
@@ -372,13 +372,13 @@ class ModuleHooks:
         for origin in {t.grad_fn for t in tensors if t.grad_fn is not None}:  # a leaf's gradient needs no weight
             origin.register_prehook(functools.partial(self._before_backward, units, inner=inner))
             if whole:
-                origin.register_prehook(lambda _: self._graphs.discard(graph))
-                self._graphs.add(graph)
+                origin.register_prehook(lambda _: self._graphs.pop(graph, None))
+                self._graphs[graph] = self._runtime.steps
         return bool(tensors)
 
     def awaits_backward(self) -> bool:
-        """Tell whether some forward of the model has left a graph through which no backward has come."""
-        return len(self._graphs) > 0
+        """Tell whether some forward since the last update has left a graph through which no backward has come."""
+        return self._runtime.steps in self._graphs.values()
 
     def _watch_stash(self, units: list[Unit], modules: list[nn.Module]) -> None:
         """Hook tensors that a forward left on its modules (an auxiliary loss); a backward reaches them unreturned."""
