@@ -4,9 +4,11 @@ That every optimizer gives the result that it gives without sharding, with its g
 (test_verify_training.py) and the fuzzer show.
 """
 
+import contextlib
 import functools
 import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from deepspeed.tools.verify.models import (
     Case,
     case_named,
 )
+from tests.dist.test_offload_optimizers import Accumulating
 from tests.harness.lockstep import equal
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
@@ -88,6 +91,40 @@ def test_whole_tensors_are_divided_over_the_ranks_and_not_padded(pool2: RankPool
             assert updated == 3 * 1024 and equal(weights, wanted)
             if stage < 3:
                 assert planned["parameters"] == 4 * 6 * 1024 and planned["gradients"] == 4 * 3 * 1024, planned
+
+
+class OfAll(Accumulating):
+    """The same for who does not say that it sees single elements."""
+
+    elementwise = False
+
+
+def over_all_parameters(place: str, stage: int, failing: int) -> list[str]:
+    """What two updates say with a number over all parameters, if none fails or the first fails on a rank."""
+    case = case_named("plain")
+    model = case.build()
+    optimizer = OfAll(model.parameters(), place=place)
+    engine = start(model, plain_config(stage, optimizer=None), optimizer=optimizer)
+    fails = mock.patch.object(optimizer, "step", side_effect=ArithmeticError("planted"))
+    with fails if engine.global_rank == failing else contextlib.nullcontext():
+        said = [outcome(lambda: train_step(engine, case, 0))]
+    said.append(outcome(lambda: train_step(engine, case, 1)))
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("place", ["number", "tensor"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_number_over_all_parameters_is_refused_where_ranks_divide_them(
+    pool2: RankPool, place: str, stage: int
+) -> None:
+    for said in pool2.run(over_all_parameters, place, stage, -1):
+        assert all("UsageError" in text and "keeps seen of group 0" in text for text in said) if stage else not any(said)
+
+
+def test_ranks_compare_such_numbers_also_where_one_fails(pool2: RankPool) -> None:
+    other, own = pool2.run(over_all_parameters, "number", 2, 1, time_limit=40)
+    assert not other[0] and "planted" in own[0] and "rank 1" in other[1], (own, other)
 
 
 def two_of_each() -> list[str]:
