@@ -80,15 +80,11 @@ class Checks:
 
     def publish(self, call: str) -> None:
         """Bring PARAM up to a late update. UsageError, on all ranks, where a backward is to come on one. Collective."""
-        update, mesh, fault = self._runtime.update, self._runtime.mesh, None
-        if update.unpublished and self._engine._parts.hooks.awaits_backward():
-            fault = UsageError(
-                f"{call}() shows the result of the last update (delayed_update, zenflow), and a forward has had no "
-                "backward yet, which would compute with other weights: make the call before or after both, or drop the "
-                "outputs of that forward first (under torch.no_grad() there is none to wait for)"
-            )
-        for rank, text in failures(fault, mesh.job).items() if update.unpublished else ():
-            raise fault or UsageError(f"{mesh.title(rank)}: {text}")
+        update, mesh = self._runtime.update, self._runtime.mesh
+        if update.unpublished:
+            fault = self._engine._parts.hooks.refuse(f"{call}()", "the engine")
+            for rank, text in failures(fault, mesh.job).items():
+                raise fault or UsageError(f"{mesh.title(rank)}: {text}")
         update.publish()
 
     def ready(self, training: str = "") -> None:

@@ -376,9 +376,17 @@ class ModuleHooks:
                 self._graphs[graph] = self._runtime.steps
         return bool(tensors)
 
-    def awaits_backward(self) -> bool:
-        """Tell whether some forward since the last update has left a graph through which no backward has come."""
-        return self._runtime.steps in self._graphs.values()
+    def refuse(self, call: str, whose: str) -> UsageError | None:
+        """Return an error for a ``call`` that changes weights, where some forward since the last update has left a
+        graph through which no backward has come.
+        """
+        if self._runtime.steps not in self._graphs.values():
+            return None
+        return UsageError(
+            f"{call} changes weights, and a forward of {whose} has had no backward yet, which would compute with other "
+            "weights than the forward: make the call after it, or drop the outputs of that forward first (under "
+            "torch.no_grad() there is none to wait for)"
+        )
 
     def _watch_stash(self, units: list[Unit], modules: list[nn.Module]) -> None:
         """Hook tensors that a forward left on its modules (an auxiliary loss); a backward reaches them unreturned."""

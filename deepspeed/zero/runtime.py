@@ -296,10 +296,7 @@ class Runtime:
 
     def flush(self) -> None:
         """End a backward (or a pipeline's): reduce what is left, release all units. Idempotent (I4)."""
-        if self.events:
-            with self.events.span(FLUSH):
-                self._flush()
-        else:
+        with self.events.span(FLUSH) if self.events else contextlib.nullcontext():
             self._flush()
 
     def _flush(self) -> None:

@@ -330,4 +330,4 @@ def test_weights_are_not_brought_up_to_date_between_a_forward_and_its_backward(
     pool2: RankPool, tmp_path: Path
 ) -> None:
     for evaluated, saved, then in pool2.run(shown_under_a_graph, str(tmp_path)):
-        assert "eval() shows" in evaluated and "save_checkpoint() shows" in saved and not then
+        assert "eval() changes weights" in evaluated and "save_checkpoint() changes" in saved and not then

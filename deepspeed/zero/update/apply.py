@@ -58,8 +58,11 @@ def apply_rule(
         shown = divided.show()
         scales = _scales(shown, factor) if undisturbed or (writes and ours.undisturbed()) else {}
         for view in shown:
-            place = places.get(view.unit)
-            part = _part_of(source, views[0], view) if place is None else view.within(StateKind.GRAD, place.tensor)
+            part, base = source, views[0].start
+            if source is not None:
+                part = source.view(-1)[view.start - base : view.stop - base]
+            elif (place := places.get(view.unit)) is not None:
+                part = view.within(StateKind.GRAD, place.tensor)
             grad = view.gradient(factor, source=part, plain=view.param in scales)
             if grad.dtype is not view.param.dtype:
                 view.param.grad_dtype = None  # any
@@ -123,12 +126,6 @@ def _outputs(
     whole = (view for view in views if not view.missed and view.unit not in frozen)
     outputs = {view.param: view.output(places.get(view.unit)) for view in whole}
     return {param: out for param, out in outputs.items() if out is not None}
-
-
-def _part_of(source: torch.Tensor | None, view: OptimView, piece: OptimView) -> torch.Tensor | None:
-    if source is None or piece is view:
-        return source
-    return source.view(-1)[piece.start - view.start : piece.stop - view.start]
 
 
 def _scales(views: Sequence[OptimView], factor: Scalar) -> dict[torch.Tensor, Scalar]:

@@ -63,16 +63,14 @@ class InlineUpdate(UpdatePolicy):
         """Raise UsageError, on all ranks, where a number that the step has changed differs between ranks: it is of all
         parameters, of which each rank has a part. Collective.
         """
-        first: dict[tuple[int, str], str] = {}
-        for changed in collectives.gather_objects(dict(self._numbers().items() - before.items()), self.host.mesh.zero):
-            for (index, key), value in changed.items():
+        changed, first = dict(self._numbers().items() - before.items()), dict[tuple[int, str], str]()
+        for theirs in collectives.gather_objects(changed, self.host.mesh.zero):
+            for (index, key), value in theirs.items():
                 if first.setdefault((index, key), value) != value:
-                    error = UsageError(
+                    raise UsageError(
                         f"{type(self.optimizer).__name__} keeps {key} of group {index} over all parameters, of which "
                         "each rank updates a part; use zero_optimization.stage 0, or another optimizer"
                     )
-                    self.host.failures.note_known(error)
-                    raise error
 
     def _update_or_serve(self, step: Step, publication: Publication) -> list[OptimView]:
         """Update; on an error the other ranks, which know nothing of it, get the publication."""
