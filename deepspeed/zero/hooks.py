@@ -377,8 +377,8 @@ class ModuleHooks:
         return bool(tensors)
 
     def refuse(self, call: str, whose: str) -> UsageError | None:
-        """Return an error for a ``call`` that changes weights, where some forward since the last update has left a
-        graph through which no backward has come.
+        """Return an error for a ``call`` that changes weights, where a forward since the last update waits for its
+        backward: it has left a graph through which none has come.
         """
         if self._runtime.steps not in self._graphs.values():
             return None

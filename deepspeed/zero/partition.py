@@ -85,9 +85,7 @@ def square_sum(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class UnitSpec:
-    """Unit before it has memory: parameters of one ``dtype``, which will rest in dtype ``rest``. ``first``: number of
-    units of the same kind before it; ``largest``: elements of its largest parameter.
-    """
+    """Unit before it has memory: parameters of one ``dtype``, which will rest in dtype ``rest``."""
 
     name: str
     trainable: bool
@@ -98,8 +96,8 @@ class UnitSpec:
     params: list[nn.Parameter] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     numel: int = 0
-    largest: int = 0
-    first: int = 0
+    largest: int = 0  # elements of its largest parameter
+    first: int = 0  # number of units of the same kind before it
 
     def add(self, name: str, param: nn.Parameter, numel: int) -> None:
         self.params.append(param)
@@ -246,8 +244,7 @@ def partition(
                 latest[scope], kinds[kind] = spec, spec.first + 1
             spec.add(name, param, numel)
     index_of = {param: index for index, spec in enumerate(specs) for param in spec.params}
-    touches, entries = _touches(model, index_of, roots, block_of)
-    return Partition(specs, touches, entries)
+    return Partition(specs, *_touches(model, index_of, roots, block_of))
 
 
 def _even_numel(param: nn.Parameter, facts_of: Callable[[str, nn.Parameter], UnitFacts | None]) -> int:
