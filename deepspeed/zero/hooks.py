@@ -103,7 +103,12 @@ _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class _Graph:
-    """Mark of one forward of the whole model: autograd holds it, by its hooks, as long as a backward may come."""
+    """Mark of one forward of the whole model, with the weights of update number ``steps``: autograd holds it, by its
+    hooks, as long as a backward may come.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
 
 
 class ModuleHooks:
@@ -123,7 +128,7 @@ class ModuleHooks:
         self._warned: set[nn.Module] = set()
         self._checked_at = -1
         self._armed = False
-        self._graphs = weakref.WeakKeyDictionary[_Graph, int]()  # and of how many updates their weights are
+        self._graphs = weakref.WeakSet[_Graph]()
         # Parameters that autograd works for although they are in no group of the optimizer.
         self._training = any(unit.trainable for unit in runtime.units)
         self._tree = ModuleTree(model, runtime)
@@ -368,19 +373,19 @@ class ModuleHooks:
         if not torch.is_grad_enabled():
             return False
         tensors = [t for t in tensors_in(output) if t.requires_grad]
-        graph = _Graph()
+        graph = _Graph(self._runtime.steps)
         for origin in {t.grad_fn for t in tensors if t.grad_fn is not None}:  # a leaf's gradient needs no weight
             origin.register_prehook(functools.partial(self._before_backward, units, inner=inner))
             if whole:
-                origin.register_prehook(lambda _: self._graphs.pop(graph, None))
-                self._graphs[graph] = self._runtime.steps
+                origin.register_prehook(lambda _: self._graphs.discard(graph))
+                self._graphs.add(graph)
         return bool(tensors)
 
     def refuse(self, call: str, whose: str) -> UsageError | None:
         """Return an error for a ``call`` that changes weights, where a forward since the last update waits for its
         backward: it has left a graph through which none has come.
         """
-        if self._runtime.steps not in self._graphs.values():
+        if all(graph.steps != self._runtime.steps for graph in self._graphs):
             return None
         return UsageError(
             f"{call} changes weights, and a forward of {whose} has had no backward yet, which would compute with other "

@@ -211,7 +211,7 @@ _PURE = (
     Mutant(
         "RA7",
         "deepspeed/zero/hooks.py",
-        "self._graphs.pop(graph, None)",
+        "self._graphs.discard(graph)",
         "self._graphs.clear()",
         ("tests/dist/test_reallocate_refusals.py::test_weights_do_not_move_between_a_forward_and_its_backward[zero0]",),
         "each forward waits for a backward of its own",
