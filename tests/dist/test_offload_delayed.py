@@ -326,8 +326,6 @@ def shown_under_a_graph(folder: str) -> list[str]:
     return said
 
 
-def test_weights_are_not_brought_up_to_date_between_a_forward_and_its_backward(
-    pool2: RankPool, tmp_path: Path
-) -> None:
+def test_weights_are_not_brought_up_to_date_between_a_forward_and_its_backward(pool2: RankPool, tmp_path: Path) -> None:
     for evaluated, saved, then in pool2.run(shown_under_a_graph, str(tmp_path)):
         assert "eval() changes weights" in evaluated and "save_checkpoint() changes" in saved and not then

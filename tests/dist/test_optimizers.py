@@ -119,7 +119,8 @@ def test_a_number_over_all_parameters_is_refused_where_ranks_divide_them(
     pool2: RankPool, place: str, stage: int
 ) -> None:
     for said in pool2.run(over_all_parameters, place, stage, -1):
-        assert all("UsageError" in text and "keeps seen of group 0" in text for text in said) if stage else not any(said)
+        refused = ["UsageError" in text and "keeps seen of group 0" in text for text in said]
+        assert all(refused) if stage else not any(said)
 
 
 def test_ranks_compare_such_numbers_also_where_one_fails(pool2: RankPool) -> None:
