@@ -86,8 +86,8 @@ def measure(args: argparse.Namespace, name: str) -> None:
     if dist.get_rank() == 0:
         texts = [f"{way} {median(t):.0f} ms ({min(t):.0f} to {max(t):.0f})" for way, t in took.items()]
         print(
-            f"{name}: {plan.bytes_moved / 1e6:.1f} MB, {ratio}; most sent {plan.most_sent / 1e6:.1f}, received "
-            f"{plan.most_received / 1e6:.1f} MB; planned in {planned:.0f} ms; {'; '.join(texts)}",
+            f"{name}: {plan.bytes_moved / 1e6:.1f} MB, {ratio}; most sent {max(plan.sent.values()) / 1e6:.1f}, "
+            f"received {max(plan.received.values()) / 1e6:.1f} MB; planned in {planned:.0f} ms; {'; '.join(texts)}",
             flush=True,
         )
     for engine in (source, target):
@@ -124,8 +124,8 @@ def planner_alone() -> None:
         print(
             f"7B, ZeRO-3 on {ranks} ranks to tensor parallel {tp}: planned in {time.process_time() - begin:.1f} s, "
             f"{len(plan.transfers)} transfers, {plan.bytes_moved / 1e9:.1f} GB, "
-            f"{plan.bytes_moved / plan.lower_bound:.2f} of the lower bound; most sent {plan.most_sent / 1e9:.2f} GB, "
-            f"received {plan.most_received / 1e9:.2f} GB"
+            f"{plan.bytes_moved / plan.lower_bound:.2f} of the lower bound; "
+            f"most sent {max(plan.sent.values()) / 1e9:.2f} GB, received {max(plan.received.values()) / 1e9:.2f} GB"
         )
 
 

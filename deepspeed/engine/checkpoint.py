@@ -94,7 +94,7 @@ class Checkpoints:
         config = self._config.checkpoint
         self._checks.begin_collective()
         name, state = self._common_tag(tag), client_state or {}
-        self.runtime.update.publish()
+        self._checks.publish("save_checkpoint")
         self._engine._parts.hooks.take_edits()
         self.runtime.gradients.land_all()
         with self.runtime.gradients.withdrawn():
@@ -245,6 +245,8 @@ class Checkpoints:
         """Mark the engine as torn: from here on it changes, and is of no use until all is loaded."""
         if not optimizer and not self._checks.torn:  # its states stay, also those that are on the device
             self.runtime.update.restart()
+        if self.runtime.steps == 0:
+            self._engine._parts.hooks.take_edits()  # the first step would take them for edits of what is loaded
         self.runtime.update.forget()
         self._engine.zero_grad()
         self._checks.torn = f"loading {path} failed half way"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.comm import interrupts
-from deepspeed.comm.collectives import AxisGroup, check_alike, is_of_backend
+from deepspeed.comm.collectives import AxisGroup, check_alike, failures, is_of_backend
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.blocks import MonitorConfig
 from deepspeed.config.model.settings import settings
@@ -78,6 +78,15 @@ class Checks:
         if self._runtime.depth or self._runtime.in_backward or inside_backward():
             raise UsageError(f"{call}() was called inside a forward or backward of the model; call it between steps")
         self._engine._outcomes.hear()  # so that what an update came to is known, and a schedule stands where it belongs
+
+    def publish(self, call: str) -> None:
+        """Bring PARAM up to a late update. UsageError, on all ranks, where a backward is to come on one. Collective."""
+        update, mesh = self._runtime.update, self._runtime.mesh
+        if update.unpublished:
+            fault = self._engine._parts.hooks.refuse(f"{call}()", "the engine")
+            for rank, text in failures(fault, mesh.job).items():
+                raise fault or UsageError(f"{mesh.title(rank)}: {text}")
+        update.publish()
 
     def ready(self, training: str = "") -> None:
         """Raise UsageError if a client's call cannot be followed; ``training`` names one that needs an optimizer."""

@@ -303,11 +303,11 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
             return scale * float(self._tokens.weight())
         return scale / self._gas if divides and self._managed else scale
 
-    def _before_backward(self) -> None:
-        """Note that a backward has begun, by this engine, another one or none; the gradients are scaled accordingly."""
+    def _before_backward(self) -> str | None:
+        """Note a backward by this engine, another or none, and scale its gradients; return why there must be none."""
         self._checks.states_here()
         if self.basic_optimizer is None:
-            return
+            return None
         self._backwards += 1
         if self._managed and self._forced_boundary is None:
             self._step_calls.backward(self._gas, local=self._syncing_off)
@@ -316,17 +316,18 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         self.runtime.update.begin_backward(scale)
         caller, divides = running[-1] if running else (None, True)
         if caller is self:
-            return
+            return None
         scales = caller is not None and (caller.dynamic_loss_scale() or caller.loss_scale() != 1.0)
         self._may_overflow |= scales
         done = scale if caller is None else caller._factor(divides=divides) or 1.0
         if scale != 1.0 and not (self._scaled_by_user or scales):
-            raise UsageError(
+            return (
                 f"loss.backward() was called directly while the loss scale is {scale:g}; call "
                 "engine.backward(loss), or engine.scale(loss).backward()"
             )
         self._scaled_by_user = False
         self.runtime.gradients.scale = self._factor(divides=divides) / done
+        return None
 
     def set_batch_tokens(self, count: torch.Tensor | int) -> None:
         """Set the number of tokens that the next backward's loss is the mean of, for ``"normalize": "tokens"``.
@@ -409,7 +410,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
     def train(self, mode: bool = True) -> "DeepSpeedEngine":
         """Set the mode of the module. Collective with ``delayed_update``: evaluations see the last update's result."""
         if not mode:
-            self.runtime.update.publish()
+            self._checks.publish("eval")
         self.training = mode
         self.module.train(mode)
         return self

@@ -59,16 +59,6 @@ class ReallocationPlan:
         """Return the bytes sent over all ranks."""
         return sum(self.sent.values())
 
-    @property
-    def most_sent(self) -> int:
-        """Return the most bytes sent by one rank."""
-        return max(self.sent.values(), default=0)
-
-    @property
-    def most_received(self) -> int:
-        """Return the most bytes received by one rank."""
-        return max(self.received.values(), default=0)
-
 
 def holders(
     shape: tuple[int, ...], needs: Iterable[Span], has: Mapping[int, Sequence[Span]]

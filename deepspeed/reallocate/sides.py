@@ -63,12 +63,9 @@ class Side:
                     f"the weights of the target ({busy.title}) are gathered, in unsharded() or GatheredParameters; "
                     "leave that first"
                 )
-            if moving and self._engine and model._parts.hooks.awaits_backward():
-                raise UsageError(
-                    "a forward of the target has had no backward yet, which would compute with other weights than the "
-                    "forward: move the weights after it, or drop the outputs of that forward first (under "
-                    "torch.no_grad() there is none to wait for)"
-                )
+            fault = model._parts.hooks.refuse("run()", "the target") if moving and self._engine else None
+            if fault is not None:
+                raise fault
             for name, tensor in tensors.items():
                 if not hasattr(tensor, "_ds_unit") and not local_of(tensor).is_contiguous():
                     raise UsageError(f"{name} of the target is not contiguous; give it p.data = p.data.contiguous()")

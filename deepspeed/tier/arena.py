@@ -136,11 +136,6 @@ class Arena:
         self._returned: deque[tuple[int, int, int]] = deque()  # appended to whenever a tensor ends, in any thread
         self._mutex = threading.Lock()  # the thread of a save takes buffers too
 
-    @property
-    def held_bytes(self) -> int:
-        """Return the bytes that are taken from the system and known here, in use or not."""
-        return sum(slab.nbytes for slab in self._slabs.values())
-
     def empty(self, shape: int | Sequence[int], *, dtype: torch.dtype = torch.uint8, pin: bool = False) -> torch.Tensor:
         """Allocate a contiguous host tensor that begins at a multiple of 4096 bytes, page-locked with ``pin`` where
         possible. ``shape`` is a number of elements or a shape. Raise OSError when there is no more memory.

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
 from typing import Any
 from weakref import WeakSet
 
@@ -38,7 +37,7 @@ from deepspeed.zero.param import (
     whole_of,
 )
 from deepspeed.zero.partition import UnitFacts, UnitSpec, is_shared, partition
-from deepspeed.zero.plan import Spread, Tier, UnitPlan, ZeroPlan, every_so_many
+from deepspeed.zero.plan import Tier, UnitPlan, ZeroPlan, every_so_many
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
 from deepspeed.zero.update.registry import build_policy
@@ -130,7 +129,8 @@ def build(
     born_sharded = any(hasattr(p, "_ds_unit") and p not in shared for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad and p in group_of]
     facts_of = facts_of or (lambda *_: facts)
-    parts = partition(model, plan, trainable=trained, rest_dtype=rules.rest_dtype, facts_of=facts_of)
+    whole = rules.granularity is Granularity.PARAMETER
+    parts = partition(model, plan, trainable=trained, rest_dtype=rules.rest_dtype, facts_of=facts_of, whole=whole)
     layouts = [_layout_of(spec, plan, rules, group_of) for spec in parts.units]
     if plan.regular.param.sharded or mesh.tp.size > 1:
         say_full_load(model, files, partial(log_dist, level=logging.WARNING))
@@ -263,13 +263,9 @@ def check_same_model(model: nn.Module, mesh: Mesh, groups: list[dict[str, Any]])
 
 def _layout_of(spec: UnitSpec, plan: ZeroPlan, rules: BuildRules, groups: dict[nn.Parameter, int]) -> FlatLayout:
     """Build the unit's layout: the place of each parameter, independent of the tiers."""
-    assert spec.facts is not None
-    row = plan.row(trainable=spec.trainable, persistent=spec.persistent)
     items = [(n, shape_on_rank(p), groups.get(p, -1)) for n, p in zip(spec.names, spec.params, strict=True)]
-    states = [s for s in (row.param, row.grad, row.optim) if s is not None]
-    cut = [a.size for i, a in enumerate(spec.facts.axes) if any(s.spread[i] is Spread.SHARDED for s in states)]
     granularity = rules.granularity if spec.trainable else Granularity.ELEMENT
-    return build_layout(items, prod(cut), granularity)
+    return build_layout(items, spec.shards(plan), granularity, first=spec.first)
 
 
 def _bare_unit(index: int, spec: UnitSpec, layout: FlatLayout, row: UnitPlan) -> Unit:

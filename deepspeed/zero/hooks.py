@@ -103,7 +103,12 @@ _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class _Graph:
-    """Mark of one forward of the whole model: autograd holds it, by its hooks, as long as a backward may come."""
+    """Mark of one forward of the whole model, with the weights of update number ``steps``: autograd holds it, by its
+    hooks, as long as a backward may come.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
 
 
 class ModuleHooks:
@@ -368,7 +373,7 @@ class ModuleHooks:
         if not torch.is_grad_enabled():
             return False
         tensors = [t for t in tensors_in(output) if t.requires_grad]
-        graph = _Graph()
+        graph = _Graph(self._runtime.steps)
         for origin in {t.grad_fn for t in tensors if t.grad_fn is not None}:  # a leaf's gradient needs no weight
             origin.register_prehook(functools.partial(self._before_backward, units, inner=inner))
             if whole:
@@ -376,9 +381,17 @@ class ModuleHooks:
                 self._graphs.add(graph)
         return bool(tensors)
 
-    def awaits_backward(self) -> bool:
-        """Tell whether some forward of the model has left a graph through which no backward has come."""
-        return len(self._graphs) > 0
+    def refuse(self, call: str, whose: str) -> UsageError | None:
+        """Return an error for a ``call`` that changes weights, where a forward since the last update waits for its
+        backward: it has left a graph through which none has come.
+        """
+        if all(graph.steps != self._runtime.steps for graph in self._graphs):
+            return None
+        return UsageError(
+            f"{call} changes weights, and a forward of {whose} has had no backward yet, which would compute with other "
+            "weights than the forward: make the call after it, or drop the outputs of that forward first (under "
+            "torch.no_grad() there is none to wait for)"
+        )
 
     def _watch_stash(self, units: list[Unit], modules: list[nn.Module]) -> None:
         """Hook tensors that a forward left on its modules (an auxiliary loss); a backward reaches them unreturned."""

@@ -150,17 +150,18 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def build_layout(items: list[Item], shards: int, granularity: Granularity) -> FlatLayout:
+def build_layout(items: list[Item], shards: int, granularity: Granularity, *, first: int = 0) -> FlatLayout:
     """Lay out (name, shape, group) ``items`` in ``shards`` equal aligned shards.
 
-    ELEMENT: back to back in the order of groups. PARAMETER: each to the least filled shard so far, largest first.
+    ELEMENT: back to back in the order of groups. PARAMETER: each to the least filled shard so far, largest first; of
+    several such shards to the first one from ``first`` on, which differs between units: all ranks get the same work.
     """
     whole = granularity is Granularity.PARAMETER
     numels = [prod(shape) for _, shape, _ in items]
     fill = [0] * (shards if whole else 1)
     inside: list[list[int]] = [[] for _ in fill]
     for i in sorted(range(len(items)), key=lambda i: (-numels[i], i)):
-        owner = fill.index(min(fill))
+        owner = min(range(len(fill)), key=lambda shard: (fill[shard], (shard - first) % shards))
         inside[owner].append(i)
         fill[owner] += round_up(numels[i], ALIGNMENT_NUMEL)
     numel = shards * max(*fill, ALIGNMENT_NUMEL) if whole else round_up(max(*fill, 1), ALIGNMENT_NUMEL * shards)

@@ -96,11 +96,21 @@ class UnitSpec:
     params: list[nn.Parameter] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     numel: int = 0
+    largest: int = 0  # elements of its largest parameter
+    first: int = 0  # number of units of the same kind before it
 
     def add(self, name: str, param: nn.Parameter, numel: int) -> None:
         self.params.append(param)
         self.names.append(name)
         self.numel += numel
+        self.largest = max(self.largest, numel)
+
+    def shards(self, plan: ZeroPlan) -> int:
+        """Return the number of equal pieces that the unit's layout is cut into."""
+        row = plan.row(trainable=self.trainable, persistent=self.persistent)
+        states = [s for s in (row.param, row.grad, row.optim) if s is not None]
+        axes = enumerate(self.facts.axes if self.facts is not None else ())
+        return prod(axis.size for i, axis in axes if any(s.spread[i] is Spread.SHARDED for s in states))
 
 
 @dataclass
@@ -193,6 +203,7 @@ def partition(
     trainable: Iterable[nn.Parameter],
     rest_dtype: Callable[[str, nn.Parameter], torch.dtype] = lambda _, param: param.dtype,
     facts_of: Callable[[str, nn.Parameter], UnitFacts | None] = lambda *_: None,
+    whole: bool = False,
 ) -> Partition:
     """Divide the parameters of ``model`` into units by ``plan``, except composed ones and those that another engine
     shares.
@@ -200,6 +211,7 @@ def partition(
     ``trainable``: parameters with gradients and optimizer state. ``rest_dtype(name, param)``: dtype in which PARAM is
     stored. ``facts_of(name, param)``: facts of its unit; a unit holds parameters with equal facts. The first module
     with a tied parameter owns it; each module that touches a unit directly is listed for it, and so is its root.
+    ``whole``: no trained parameter will be cut. Then every shard is as large as the largest, so others fill the rest.
     """
     numel_of = partial(_even_numel, facts_of=facts_of)
     names = {p: n for n, p in model.named_parameters() if not (is_composed(p) or is_shared(p))}
@@ -208,29 +220,31 @@ def partition(
     block_of = {m: path for path, block in roots.items() for m in block.modules()}
     limits = [min(plan.pack_numel, _PACK_NUMEL), min(plan.pack_numel, _BUCKET_NUMEL)]
     specs: list[UnitSpec] = []
-    index_of: dict[nn.Parameter, int] = {}
-    latest: dict[object, int] = {}  # the unit that further parameters of a kind join, unless it is full
+    latest: dict[object, UnitSpec] = {}  # the unit that further parameters of a kind join, unless it is full
+    kinds = Counter[object]()
     for path, module in model.named_modules():
         block = block_of.get(module)
-        for param in (p for p in module.parameters(recurse=False) if p in names and p not in index_of):
-            name = names[param]
+        for param in (p for p in module.parameters(recurse=False) if p in names):
+            name, numel = names.pop(param), numel_of(param)
             kind = (param in trained, param in small, param.dtype, rest_dtype(name, param), facts_of(name, param))
             replicated = param in small or not plan.regular.param.sharded
             scope = (kind, None if replicated else (block,))
-            index = latest.get(scope)
-            if index is None or not (
+            spec, room = latest.get(scope), limits[replicated]
+            if spec is not None and whole and spec.trainable:
+                room = max(room, spec.shards(plan) * max(spec.largest, numel))
+            if spec is None or not (
                 (block is not None and not replicated)
-                or specs[index].numel + numel_of(param) <= limits[replicated]
-                or (not replicated and name.rpartition(".")[0] == specs[index].names[-1].rpartition(".")[0])
+                or spec.numel + numel <= room
+                or (not replicated and name.rpartition(".")[0] == spec.names[-1].rpartition(".")[0])
             ):
-                index = latest[scope] = len(specs)
-                label = f"{'small' if param in small else 'bucket'}#{index}"
+                label = f"{'small' if param in small else 'bucket'}#{len(specs)}"
                 owner = path if block is None else block
-                specs.append(UnitSpec(label if replicated else owner or "root", *kind))
-            specs[index].add(name, param, numel_of(param))
-            index_of[param] = index
-    touches, entries = _touches(model, index_of, roots, block_of)
-    return Partition(specs, touches, entries)
+                spec = UnitSpec(label if replicated else owner or "root", *kind, first=kinds[kind])
+                specs.append(spec)
+                latest[scope], kinds[kind] = spec, spec.first + 1
+            spec.add(name, param, numel)
+    index_of = {param: index for index, spec in enumerate(specs) for param in spec.params}
+    return Partition(specs, *_touches(model, index_of, roots, block_of))
 
 
 def _even_numel(param: nn.Parameter, facts_of: Callable[[str, nn.Parameter], UnitFacts | None]) -> int:

@@ -69,8 +69,10 @@ class Runtime:
         self.optimizer: torch.optim.Optimizer | None = None
         # Set by the engine: is the running backward the last one of the accumulation window?
         self.window_ends: Callable[[], bool] = lambda: True
-        # Called once when a backward begins; the engine checks loss scaling and sets factors there.
-        self.on_backward: Callable[[], None] = lambda: None
+        # Called once when a backward begins; the engine checks loss scaling and sets factors there, and returns why no
+        # parameter may get a gradient: the backward may be one of inputs alone.
+        self.on_backward: Callable[[], str | None] = lambda: None
+        self._forbidden: str | None = None
         self.before_update: Callable[[], None] = lambda: None  # masters, slots or PARAM at rest will be written
         self._numels = [u.layout.numel if u.movable else 0 for u in units]
         movable = sorted(n for n in self._numels if n)
@@ -257,13 +259,15 @@ class Runtime:
             self.order.backward_begins()
             for unit in (u for u in self.units if not u.movable):  # a graph from before the update may be used again
                 unit.wait(StateKind.PARAM)
-            self.on_backward()
+            self._forbidden = self.on_backward()
             self.gradients.withdraw()
             self.in_backward = True
             self.gradients.final = self.window_ends()
 
     def gradient_ready(self, unit: Unit, position: int, *, task: int) -> None:
         """Pack the gradient of one parameter, which autograd has finished in graph task ``task``; reduce if due."""
+        if self._forbidden is not None:
+            raise UsageError(self._forbidden)
         if (unit.index, position) in self.gradients.adding:
             return  # it is where it belongs, and its unit stays
         packed = self.gradients.pack(unit, position)
@@ -292,10 +296,7 @@ class Runtime:
 
     def flush(self) -> None:
         """End a backward (or a pipeline's): reduce what is left, release all units. Idempotent (I4)."""
-        if self.events:
-            with self.events.span(FLUSH):
-                self._flush()
-        else:
+        with self.events.span(FLUSH) if self.events else contextlib.nullcontext():
             self._flush()
 
     def _flush(self) -> None:

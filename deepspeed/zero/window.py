@@ -111,8 +111,7 @@ class GradientWindow:
         last use in the task, so no op still reads the weights.
         """
         if packed:
-            self.fired.add(position)
-            self.arrived.add(position)
+            self.note_packed(position)
         self._done, self._done_task = self._done if task == self._done_task else set(), task
         self._done.add(position)
         return len(self._done) == len(self._params)

@@ -275,8 +275,10 @@ def test_gradients_are_updated_by_a_function_of_value_and_parameter(pool2: RankP
     assert pool2.run(_updated_gradients, stage) == [True, True]
 
 
-def _before_the_first_step(stage: int) -> list[str]:
-    """Set slots, and gradients of zeros, as scripts that clear all do; what is said of setting other gradients."""
+def _without_a_backward(stage: int) -> list[str]:
+    """Set slots before the first step, and gradients of zeros before each of two, as scripts that clear all do; what is
+    said of setting other gradients.
+    """
     case = case_named("plain")
     engine = start(case.build(), make_config(stage, zero=ZERO))
     p, said = engine.module.layers[1].up.weight, []
@@ -285,17 +287,18 @@ def _before_the_first_step(stage: int) -> list[str]:
         safe_set_full_optimizer_state(p, torch.ones(p.shape), slot)
         found = safe_get_local_optimizer_state(p, slot)
         assert found is None or not found.numel(), slot
-    for setter, shape in ((safe_set_full_grad, p.shape), (safe_set_local_grad, (1,))) if stage else ():
-        setter(p, torch.zeros(shape))
-        said.append(outcome(lambda s=setter, n=shape: s(p, torch.ones(n))))
-    train_step(engine, case, 0)
+    for step in range(2):  # from the second on there is memory of the last gradient
+        for setter, shape in ((safe_set_full_grad, p.shape), (safe_set_local_grad, (1,))) if stage else ():
+            setter(p, torch.zeros(shape))
+            said.append(outcome(lambda s=setter, n=shape: s(p, torch.ones(n))))
+        train_step(engine, case, step)
     engine.destroy()
     return said
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_before_the_first_step_slots_are_set_in_vain_and_gradients_refused(pool2: RankPool, stage: int) -> None:
-    for said in pool2.run(_before_the_first_step, stage):
+def test_slots_that_are_not_there_are_set_in_vain_and_gradients_refused(pool2: RankPool, stage: int) -> None:
+    for said in pool2.run(_without_a_backward, stage):
         assert all("UsageError" in text and "layers.1.up.weight' has no gradient" in text for text in said), said
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.tools.verify.grads import scaled_error
+from deepspeed.tools.verify.grads import full_parameters, scaled_error
 from deepspeed.tools.verify.models import MicroBatch, case_named, regression_batch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.harness.lockstep import equal
@@ -508,6 +508,35 @@ def looks(stage: int, place: str) -> None:
 @pytest.mark.parametrize(("stage", "place"), [(0, "device"), (1, "device"), (2, "host"), (3, "device")])
 def test_training_alone_makes_no_step_look_for_edits(pool2: RankPool, stage: int, place: str) -> None:
     pool2.run(looks, stage, place)
+
+
+def resumed_under_delay(stage: int, folder: str) -> tuple[str, bool]:
+    """What the first step of a resumed run says, whose script writes weights before it loads, and whether it is as it
+    would have been.
+    """
+    delayed = {"offload_optimizer": {"device": "cpu", "delayed_update": True}}
+    weights = []
+    for resumes in (False, True):
+        engine = start(CASE.build().train(), make_config(stage, zero=ZERO | delayed, **HALF))
+        with torch.no_grad():
+            engine.module.head.bias.fill_(0.25)
+        if resumes:
+            engine.load_checkpoint(folder)
+        else:
+            train_step(engine, CASE, 0)
+            engine.save_checkpoint(folder)
+        said = outcome(lambda engine=engine: train_step(engine, CASE, 1))
+        engine.eval()
+        weights.append(full_parameters(engine.module))
+        engine.destroy()
+    return said, equal(*weights)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_under_delayed_updates_weights_may_be_written_before_a_checkpoint_is_loaded(
+    pool2: RankPool, tmp_path: Path, stage: int
+) -> None:
+    assert pool2.run(resumed_under_delay, stage, str(tmp_path)) == [("", True)] * 2
 
 
 def loaded_under_delay(stage: int) -> list[str]:

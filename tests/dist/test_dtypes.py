@@ -1,5 +1,6 @@
 """Mixed precision: bf16 and fp16 with fp32 masters, loss scales, skipped steps, and the dtype that travels."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -395,6 +396,30 @@ def test_fp16_manual_loop_scales_or_is_refused(pool2: RankPool, stage: int) -> N
     for errors, refused in pool2.run(_manual_scaled, stage):
         assert max(errors.values()) <= 1e-6, errors
         assert "RuntimeError" in refused and "scale" in refused.partition("): ")[2], refused
+
+
+def _of_inputs(stage: int) -> tuple[float, str, float]:
+    """The error of an input's gradient under a loss scale; what is said of a backward to parameters without it; the
+    norm of a window that follows.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(6, 6)
+    plain = copy.deepcopy(model).half()
+    engine = start(model, make_config(stage, **FP16))
+    x = torch.ones(4, 6).half().requires_grad_()
+    found, wanted = (torch.autograd.grad(m(x).float().square().mean(), x)[0] for m in (engine, plain))
+    said = outcome(lambda: engine(x).float().square().mean().backward())
+    engine.backward(engine(x).float().square().mean())
+    engine.step()
+    norm = float(engine.get_global_grad_norm())
+    engine.destroy()
+    return scaled_error(found.float(), wanted.float()), said, norm
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_gradient_of_inputs_needs_no_loss_scale(pool2: RankPool, stage: int) -> None:
+    for error, said, norm in pool2.run(_of_inputs, stage):
+        assert error <= 1e-3 and "called directly while the loss scale is" in said and 0 < norm < 100, (said, norm)
 
 
 def _autocast_run(stage: int) -> tuple[float, set[torch.dtype], set[torch.dtype], float]:

@@ -41,6 +41,22 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
+class Anchored(torch.optim.SGD):
+    """Pulls each weight to its value at its own first update."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """As SGD, after the pull."""
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            anchor = self.state[p].setdefault("anchor", p.detach().clone())
+            p.add_(anchor - p, alpha=0.5)
+        return super().step(closure)
+
+
+def class_of(kind: str) -> Any:
+    return Anchored if kind == "Anchored" else getattr(torch.optim, kind)
+
+
 def build() -> nn.Sequential:
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.GELU(), nn.Linear(9, 7), nn.Linear(7, 3))
@@ -59,7 +75,7 @@ def freeze(model: nn.Module, step: int) -> None:
 
 def plain(kind: str) -> dict[str, Tensor]:
     model, world = build(), dist.get_world_size()
-    optimizer = getattr(torch.optim, kind)(model.parameters(), **ADAM["params"])
+    optimizer = class_of(kind)(model.parameters(), **ADAM["params"])
     for step in range(STEPS):
         freeze(model, step)
         for rank in range(world):
@@ -82,12 +98,14 @@ def update(engine: Any, number: int) -> None:
     engine.step()
 
 
-def train(zero: dict[str, Any], folder: str, kind: str, then: dict[str, Any] | None) -> float:
-    """The largest error after all updates; ``then``: the second half is another engine's, from a checkpoint."""
+def train(zero: dict[str, Any], folder: str, kind: str, then: dict[str, Any] | None, half: int = STEPS // 2) -> float:
+    """The largest error after all updates; ``then``: from update ``half`` on they are another engine's, from a
+    checkpoint.
+    """
     for place in (zero, then or {}):
         if place.get("offload_optimizer", {}).get("device") == "nvme":
             place["offload_optimizer"] |= {"nvme_path": folder}
-    client = None if kind == "AdamW" else getattr(torch.optim, kind)
+    client = None if kind == "AdamW" else class_of(kind)
     changes: dict[str, Any] = {"optimizer": None} if client else {"optimizer": ADAM}
 
     def engine_of(place: dict[str, Any]) -> Any:
@@ -97,7 +115,7 @@ def train(zero: dict[str, Any], folder: str, kind: str, then: dict[str, Any] | N
 
     engine = engine_of(zero)
     for step in range(STEPS):
-        if step == STEPS // 2 and then is not None:
+        if step == half and then is not None:
             engine.save_checkpoint(folder, tag="half")
             engine.destroy()
             engine = engine_of(then)
@@ -116,6 +134,13 @@ def test_each_parameter_counts_its_own_updates(pool2: RankPool, place: str, tmp_
 )
 def test_so_do_clients_optimizers(pool2: RankPool, place: str, kind: str, tmp_path: Path) -> None:
     assert max(pool2.run(train, PLACES[place], str(tmp_path), kind, None)) < 2e-6
+
+
+@pytest.mark.parametrize("place", ["stage 1", "stage 3", "stage 2 drive"])
+def test_what_is_made_of_a_weight_is_made_at_its_own_first_update(pool2: RankPool, place: str, tmp_path: Path) -> None:
+    """Also where another engine goes on before it, from a checkpoint without."""
+    for then in (None, PLACES["stage 3"], PLACES["stage 1"]):
+        assert max(pool2.run(train, PLACES[place], str(tmp_path), "Anchored", then, 1)) < 2e-6
 
 
 def rewound(zero: dict[str, Any]) -> tuple[float, str]:

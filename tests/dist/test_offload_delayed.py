@@ -309,3 +309,23 @@ def second_backwards(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_second_backward_through_a_graph_from_before_the_step(pool1: RankPool, stage: int) -> None:
     assert pool1.run(second_backwards, stage) == [[]]
+
+
+def shown_under_a_graph(folder: str) -> list[str]:
+    """What is said of evaluations and saves where a forward of the second rank waits for its backward, and where its
+    output is gone.
+    """
+    engine, case = delayed_engine(2), CASES[CASE]()
+    train_step(engine, case, 0)
+    losses: Any = case.seeded_loss(engine, here(1))
+    losses = losses if engine.global_rank == 1 else None
+    said = [outcome(engine.eval), outcome(lambda: engine.save_checkpoint(folder))]
+    losses = None
+    said.append(outcome(engine.eval))
+    engine.destroy()
+    return said
+
+
+def test_weights_are_not_brought_up_to_date_between_a_forward_and_its_backward(pool2: RankPool, tmp_path: Path) -> None:
+    for evaluated, saved, then in pool2.run(shown_under_a_graph, str(tmp_path)):
+        assert "eval() changes weights" in evaluated and "save_checkpoint() changes" in saved and not then

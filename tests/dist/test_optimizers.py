@@ -4,18 +4,23 @@ That every optimizer gives the result that it gives without sharding, with its g
 (test_verify_training.py) and the fuzzer show.
 """
 
+import contextlib
 import functools
 import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from deepspeed.tools.verify.grads import full_parameters
 from deepspeed.tools.verify.models import (
     Case,
     case_named,
 )
+from tests.dist.test_offload_optimizers import Accumulating
+from tests.harness.lockstep import equal
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, make_config, outcome, parameter_error, plain_train, start, train_step
@@ -59,6 +64,68 @@ def test_refusals_are_sentences(pool2: RankPool) -> None:
     for told in pool2.run(refusals):
         assert all(told.values()), told
         assert "AdamW" in told["unknown"] and "gradient_clipping" in told["max_grad_norm"], told
+
+
+def of_matrices(stage: int) -> tuple[dict[str, int], int, dict[str, Tensor]]:
+    """The plan's bytes where a bucket is as large as one of six matrices; elements that this rank updates; weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(6)])
+    muon = {"type": "Muon", "params": {"lr": 0.01}}
+    engine = start(model, plain_config(stage, optimizer=muon, zero={"reduce_bucket_size": 1024}))
+    for step in range(3):
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + engine.global_rank))
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    planned = {line.what: line.device for line in engine.memory_plan().lines}
+    updated = sum(view.param.numel() for view in engine._views)
+    weights = full_parameters(engine.module)
+    engine.destroy()
+    return planned, updated, weights
+
+
+def test_whole_tensors_are_divided_over_the_ranks_and_not_padded(pool2: RankPool) -> None:
+    """And the ranks update as many each: also where a unit is a block, of one tensor here."""
+    wanted = pool2.run(of_matrices, 0)[0][2]
+    for stage in (1, 2, 3):
+        for planned, updated, weights in pool2.run(of_matrices, stage):
+            assert updated == 3 * 1024 and equal(weights, wanted)
+            if stage < 3:
+                assert planned["parameters"] == 4 * 6 * 1024 and planned["gradients"] == 4 * 3 * 1024, planned
+
+
+class OfAll(Accumulating):
+    """The same for who does not say that it sees single elements."""
+
+    elementwise = False
+
+
+def over_all_parameters(place: str, stage: int, failing: int) -> list[str]:
+    """What two updates say with a number over all parameters, if none fails or the first fails on a rank."""
+    case = case_named("plain")
+    model = case.build()
+    optimizer = OfAll(model.parameters(), place=place)
+    engine = start(model, plain_config(stage, optimizer=None), optimizer=optimizer)
+    fails = mock.patch.object(optimizer, "step", side_effect=ArithmeticError("planted"))
+    with fails if engine.global_rank == failing else contextlib.nullcontext():
+        said = [outcome(lambda: train_step(engine, case, 0))]
+    said.append(outcome(lambda: train_step(engine, case, 1)))
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("place", ["number", "tensor"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_number_over_all_parameters_is_refused_where_ranks_divide_them(
+    pool2: RankPool, place: str, stage: int
+) -> None:
+    for said in pool2.run(over_all_parameters, place, stage, -1):
+        refused = ["UsageError" in text and "keeps seen of group 0" in text for text in said]
+        assert all(refused) if stage else not any(said)
+
+
+def test_ranks_compare_such_numbers_also_where_one_fails(pool2: RankPool) -> None:
+    other, own = pool2.run(over_all_parameters, "number", 2, 1, time_limit=40)
+    assert not other[0] and "planted" in own[0] and "rank 1" in other[1], (own, other)
 
 
 def two_of_each() -> list[str]:

@@ -135,9 +135,10 @@ def _compare_slots(states: States, optimizer: torch.optim.Optimizer, source: Sou
         used.add(stored)
         numbers = {k: v for k, v in scalars.get(stored, {}).items() if not k.startswith(left_out)}
         match.slots[name], match.scalars[name] = saved.get(stored, {}), numbers
-        # what an optimizer of whole tensors keeps of one without dimensions is a number
+        # what an optimizer of whole tensors keeps of one without dimensions is a number, and of a frozen one nothing
         lacking = slot_names - match.slots[name].keys()
-        if (uniform or not (match.slots[name] or match.scalars[name])) and not match.opaque:
+        kept = match.slots[name] or match.scalars[name] or ("master", stored) in source.entries
+        if (uniform or not kept) and not match.opaque:
             match.missing += [f"optimizer state {slot!r} of {name}" for slot in sorted(lacking)]
     match.extra += [f"optimizer state {s!r} of {n}" for n, slots in saved.items() if n not in used for s in slots]
 

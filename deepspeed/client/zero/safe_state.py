@@ -72,8 +72,7 @@ def _opened(
         if key is _GRAD and runtime is not None:
             runtime.gradients.settle()
             kind = StateKind.GRAD
-            memory = write and unit.grad is not None and not unit.on_drive(kind)  # may be written to while empty
-            if not (unit.window.filled or memory):
+            if not unit.window.filled:
                 yield None
                 return
             # What makes of a rest gradient the averaged, unscaled one.

@@ -18,7 +18,7 @@ from torch import nn
 from deepspeed.optim.base import GroupStep
 from deepspeed.optim.host import Scalar
 from deepspeed.tier.store import TierStore
-from deepspeed.zero.layout import Segment
+from deepspeed.zero.layout import Granularity, Segment
 from deepspeed.zero.optim_view import OptimView, copied, segments_of
 from deepspeed.zero.param import requiring
 from deepspeed.zero.plan import StateKind
@@ -58,8 +58,11 @@ def apply_rule(
         shown = divided.show()
         scales = _scales(shown, factor) if undisturbed or (writes and ours.undisturbed()) else {}
         for view in shown:
-            place = places.get(view.unit)
-            part = _part_of(source, views[0], view) if place is None else view.within(StateKind.GRAD, place.tensor)
+            part, base = source, views[0].start
+            if source is not None:
+                part = source.view(-1)[view.start - base : view.stop - base]
+            elif (place := places.get(view.unit)) is not None:
+                part = view.within(StateKind.GRAD, place.tensor)
             grad = view.gradient(factor, source=part, plain=view.param in scales)
             if grad.dtype is not view.param.dtype:
                 view.param.grad_dtype = None  # any
@@ -123,12 +126,6 @@ def _outputs(
     whole = (view for view in views if not view.missed and view.unit not in frozen)
     outputs = {view.param: view.output(places.get(view.unit)) for view in whole}
     return {param: out for param, out in outputs.items() if out is not None}
-
-
-def _part_of(source: torch.Tensor | None, view: OptimView, piece: OptimView) -> torch.Tensor | None:
-    if source is None or piece is view:
-        return source
-    return source.view(-1)[piece.start - view.start : piece.stop - view.start]
 
 
 def _scales(views: Sequence[OptimView], factor: Scalar) -> dict[torch.Tensor, Scalar]:
@@ -202,8 +199,9 @@ class Divided:
 
 
 class _Cut:
-    """Cut one view into runs of parameters with the same count. Those that stand still are shown only until the view
-    has slots, which checkpoints need: as zeros, so that the slots are those of no update, and are put back.
+    """Cut one view into runs of parameters with the same count. Those that stand still beside others are shown only
+    until the view has slots, which it has for all: as zeros, so that the slots are those of no update, and are put
+    back. A parameter that is a view of its own has none before its first update, as in plain PyTorch.
     """
 
     def __init__(self, view: OptimView, optimizer: torch.optim.Optimizer, frozen: Frozen) -> None:
@@ -212,7 +210,8 @@ class _Cut:
         self._missed = view.missed if self._state else {}  # a client may have cleared it
         still, self._segments = frozen.get(view.unit, set()), segments_of(view)
         runs = itertools.groupby(self._segments, lambda s: (s.name in still, self._missed.get(s.name, 0)))
-        self._pieces = [self._piece([*run], still=stands) for (stands, _), run in runs if not (stands and self._state)]
+        hides = self._state or view.unit.layout.granularity is Granularity.PARAMETER
+        self._pieces = [self._piece([*run], still=stands) for (stands, _), run in runs if not (stands and hides)]
 
     def show(self) -> list[OptimView]:
         """Give the optimizer the state of each piece; return the pieces."""

@@ -67,7 +67,7 @@ class DelayedUpdate(LateUpdate):
         if step.failure is not None:
             raise step.failure
         undisturbed, groups = self.optimizer.undisturbed(), captured_groups(self.optimizer)
-        self._unpublished = True
+        self.unpublished = True
         units: list[tuple[Begun, list[OptimView]]] = []
         for unit, unit_views in itertools.groupby(step.views, lambda view: view.unit):
             store = unit.exchange_gradient_store(self._spare.pop(unit, None))

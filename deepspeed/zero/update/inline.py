@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from deepspeed.comm import collectives
+from deepspeed.errors import UsageError
 from deepspeed.optim.base import GroupStep
 from deepspeed.optim.host import Scalar
 from deepspeed.tier.behind import Turn
+from deepspeed.zero.layout import Granularity
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
@@ -32,6 +35,8 @@ class InlineUpdate(UpdatePolicy):
         rows = [unit.plan.optim for unit in host.units if unit.plan.optim is not None]
         offloaded = host.device.type == "cpu" or any(row.away for row in rows)
         self._leads = not offloaded and getattr(type(optimizer), "heeds_skip", False)
+        divided = any(u.layout.shards > 1 and u.layout.granularity is Granularity.PARAMETER for u in host.units)
+        self._compares = divided and not (isinstance(optimizer, GroupStep) or host.mesh.zero.alike)
 
     def launches_ahead(self) -> bool:
         """Tell whether updates run on the device and heed ``skip``; rank-local views and hooks do not count."""
@@ -40,10 +45,32 @@ class InlineUpdate(UpdatePolicy):
     def apply(self, step: Step) -> None:
         """Update and publish. Later readers of states wait for worker turns, and for masters on their way up."""
         publication = self.host.publication(step.units)
+        before = self._numbers() if self._compares and self.host.steps % 100 in (1, 2) else None
         try:
             publication.finish(self._update_or_serve(step, publication))
         finally:
             self.pending = self.host.worker is not None
+            if before is not None:  # after an error, too: the other ranks know nothing of it
+                self._compare(before)
+
+    def _numbers(self) -> dict[tuple[int, str], str]:
+        """Return the numbers of the optimizer's groups, by index and key."""
+        items = ((i, key, value) for i, group in enumerate(self.optimizer.param_groups) for key, value in group.items())
+        kinds = (int, float, torch.Tensor)
+        return {(i, k): float(v).hex() for i, k, v in items if isinstance(v, kinds) and torch.as_tensor(v).numel() == 1}
+
+    def _compare(self, before: dict[tuple[int, str], str]) -> None:
+        """Raise UsageError, on all ranks, where a number that the step has changed differs between ranks: it is of all
+        parameters, of which each rank has a part. Collective.
+        """
+        changed, first = dict(self._numbers().items() - before.items()), dict[tuple[int, str], str]()
+        for theirs in collectives.gather_objects(changed, self.host.mesh.zero):
+            for (index, key), value in theirs.items():
+                if first.setdefault((index, key), value) != value:
+                    raise UsageError(
+                        f"{type(self.optimizer).__name__} keeps {key} of group {index} over all parameters, of which "
+                        "each rank updates a part; use zero_optimization.stage 0, or another optimizer"
+                    )
 
     def _update_or_serve(self, step: Step, publication: Publication) -> list[OptimView]:
         """Update; on an error the other ranks, which know nothing of it, get the publication."""

@@ -48,7 +48,6 @@ class LateUpdate(BackgroundUpdate):
     def __init__(self, host: UpdateHost, optimizer: GroupStep) -> None:
         super().__init__(host, optimizer)
         self._begun: list[Begun] = []
-        self._unpublished = False  # an update has begun on some rank: one with few elements may have no view of its own
         self._spare: dict[Unit, TierStore] = {}  # memory of the last gradients but one
 
     def begin_step(self) -> None:
@@ -106,13 +105,13 @@ class LateUpdate(BackgroundUpdate):
 
     def publish(self) -> None:
         """Implement ``UpdatePolicy.publish``. UsageError on all ranks where the update has failed on one."""
-        if not self._unpublished:
+        if not self.unpublished:
             return
         try:
             self.wait_together()
         except UsageError:  # no rank can go on
             self._begun.clear()
-            self._unpublished = False
+            self.unpublished = False
             raise
         self._publish()
         self.pending = self.host.worker is not None  # masters are copied to the device
@@ -120,9 +119,9 @@ class LateUpdate(BackgroundUpdate):
     def _publish(self) -> None:
         self._until_ended()
         begun, self._begun = self._begun, []
-        if not self._unpublished:
+        if not self.unpublished:
             return
-        self._unpublished = False
+        self.unpublished = False
         # What is rounded lies in the memory of the gradients.
         kept = [(update, update.unit.exchange_gradient_store(update.store)) for update in begun]
         try:
@@ -153,4 +152,4 @@ class LateUpdate(BackgroundUpdate):
         for update in self._begun:
             self._take_back(update)
         self._begun.clear()
-        self._unpublished = False
+        self.unpublished = False

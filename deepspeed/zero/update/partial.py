@@ -43,7 +43,7 @@ class Turns:
                 raise UsageError(
                     f"{type(self._optimizer).__name__} keeps {', '.join(changed)} of {name} over all parameters, so it "
                     "cannot update them piece by piece, and this update was cut short; use offload_optimizer.device "
-                    '"cpu", or another optimizer'
+                    '"cpu" on one rank, or another optimizer'
                 )
             self._after[name] = now
         self._after.setdefault("its state", {})

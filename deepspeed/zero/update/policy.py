@@ -66,6 +66,7 @@ class UpdatePolicy:
 
     refuses_writes = False  # whether a client's write to a parameter in place would be lost
     swaps_memory = False  # whether an update may put states into other memory
+    unpublished = False  # an update has begun on some rank, maybe not here, and PARAM is from before it
     further_slots = ""  # what the names of further slots begin with, which it keeps in the optimizer's state
 
     def __init__(self, host: UpdateHost, optimizer: torch.optim.Optimizer | None = None) -> None:

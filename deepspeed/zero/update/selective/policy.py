@@ -133,12 +133,12 @@ class SelectiveUpdate(LateUpdate):
             counts.window = 0 if ends else count
             counts.since += counts.since >= 0
             beside = plan.overlap and not warm
-            if ends and self._unpublished:
+            if ends and self.unpublished:
                 self._publish()
             elif not ends or beside:
                 self._publication(masters=False).finish()
             if ends:
-                self._unpublished = True
+                self.unpublished = True
                 try:
                     self._end_window(step, groups if undisturbed else None, count, beside=beside)
                 except Exception:
@@ -148,7 +148,7 @@ class SelectiveUpdate(LateUpdate):
                 if not beside:
                     self._publish()
         self.pending = True
-        if self._unpublished:
+        if self.unpublished:
             self._publish_into_contexts()
 
     def _serve(self) -> None:
