@@ -16,7 +16,7 @@ from deepspeed.tools.simulate.run import _elsewhere
 from deepspeed.tools.verify import training
 from deepspeed.tools.verify.cli import main
 from deepspeed.tools.verify.data import faults, train
-from deepspeed.tools.verify.grads import matrix_cells, scaled_error
+from deepspeed.tools.verify.grads import DTYPE_KEYS, matrix_cells, scaled_error
 from deepspeed.tools.verify.layouts.moe import judge_wire, wire_bytes
 from deepspeed.tools.verify.models import Case
 from deepspeed.tools.verify.reference import train_reference
@@ -256,12 +256,17 @@ def test_users_model_and_configuration_of_resume(tmp_path: Path, capsys: pytest.
 
 
 def test_a_load_on_other_ranks_takes_every_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also one that says how it saves, and one with the long name of its dtype."""
+    """Also one that says how it saves."""
     file = tmp_path / "ds.json"
-    config = {"zero_optimization": {"stage": 2}, "checkpoint": {"keep_last": 3}, "bfloat16": {"enabled": True}}
+    config = {"zero_optimization": {"stage": 2}, "checkpoint": {"keep_last": 3}}
     file.write_text(json.dumps(config), encoding="utf-8")
     assert main(["resume", "--config", str(file), "--load-ranks", "1", "--steps", "4", "--at", "2"]) == 0
     assert capsys.readouterr().out.count("state hash") == 2
+
+
+def test_either_name_of_a_dtype_is_known() -> None:
+    config = {"bfloat16": {"enabled": True}}
+    assert Setup("resume", "plain", config).dtype == torch.bfloat16 and set(config) <= set(DTYPE_KEYS)
 
 
 def test_losses_after_a_load_that_are_no_numbers_fail() -> None:

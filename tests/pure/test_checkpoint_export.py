@@ -364,13 +364,16 @@ def test_state_that_the_reference_layout_cannot_hold_is_refused_before_anything_
 
 def test_state_that_no_layout_can_hold_is_refused_or_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = sample()
+    source.facts["extra_state"] = {"l1": 3}
     source.tensors |= {("opaque.odd", "u0:0:0-72/72"): torch.zeros(3), ("grad", "l1.bias"): torch.zeros(7)}
     write_checkpoint(source, tmp_path / "own", "t")
     arguments = ["export", str(tmp_path / "own"), str(tmp_path / "out"), "--format"]
     assert main([*arguments, "deepspeed", "--stage", "0"]) == 2
     assert "opaque.odd of u0:0:0-72/72" in capsys.readouterr().err and not (tmp_path / "out").exists()
     assert main([*arguments, "dcp"]) == 0
-    assert "left out, as there is no place for it in --format dcp: grad, opaque.odd\n" in capsys.readouterr().out
+    assert "no place for it in --format dcp: extra_state, grad, opaque.odd\n" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "own"), str(tmp_path / "torch"), "--format", "torch"]) == 0
+    assert "no place for it in --format torch: extra_state\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("level", [0, 2, 3])

@@ -61,10 +61,11 @@ def run(args: Namespace) -> int:
         raise CheckpointError(f"--format {args.format} has its own dtypes; leave --dtype {args.dtype} out")
     source = find_and_open(Path(args.checkpoint), args.tag, allow_pickle=args.allow_pickle)
     with contextlib.closing(source):
-        kinds = {"dcp": ("grad", "opaque.", "part."), "deepspeed": ("grad",)}.get(args.format, ())
-        if kinds and any(name.startswith(UNNAMED) for _, name in source.entries):
+        kinds = {"dcp": ("extra", "grad", "opaque.", "part."), "deepspeed": ("grad",)}.get(args.format, ("extra",))
+        if "grad" in kinds and any(name.startswith(UNNAMED) for _, name in source.entries):
             raise CheckpointError(f"{source.path} has no names for optimizer state; load it into an engine and save it")
-        if left := sorted({state.partition("@")[0] for state, _ in source.entries if state.startswith(kinds)}):
+        states = {state for state, _ in source.entries} | {name for name, value in open_facts(source).items() if value}
+        if left := sorted({state.partition("@")[0] for state in states if state.startswith(kinds)}):
             say(f"left out, as there is no place for it in --format {args.format}: {', '.join(left)}")
         if args.format == "deepspeed":
             world = args.world or int((open_facts(source).get("world") or {}).get("size") or 1)
