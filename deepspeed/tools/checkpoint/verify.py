@@ -98,14 +98,14 @@ def _read_all(folder: Path) -> list[str]:
 
 def run(args: Namespace) -> int:
     """Print the verdict; return 0 or 1."""
-    folder, found = located(Path(args.checkpoint), args.tag), "DAMAGED"
+    folder, verdict = located(Path(args.checkpoint), args.tag), "DAMAGED"
     try:
         wrong = verify(folder)
     except CheckpointError as error:  # it may also be of a kind that is not read here
-        found, wrong = "CANNOT READ", [str(error)]
+        verdict, wrong = "CANNOT READ", [str(error)]
     if wrong:
         more = [f"and {len(wrong) - _LISTED} more"] if len(wrong) > _LISTED else []
-        say("\n  ".join([f"{found} {folder}", *wrong[:_LISTED], *more]))
+        say("\n  ".join([f"{verdict} {folder}", *wrong[:_LISTED], *more]))
         return 1
     summary = "every tensor can be read (files in DeepSpeed's layout; only the checksums of their archives exist)"
     if folders.is_complete(folder):
