@@ -21,7 +21,7 @@ Writer = tuple[Callable[[Sequence[Event]], None], Callable[[], Any]]  # writes e
 
 def _needed(block: str, settings: Any) -> Any:
     """Return the package that ``block`` writes with, or its output folder, made; DeepSpeedConfigError on failure."""
-    if module := _WRITERS[block][0]:
+    if module := WRITERS[block][0]:
         try:
             return importlib.import_module(module)
         except ImportError as error:
@@ -122,7 +122,7 @@ def _comet(settings: Any, comet: Any) -> Writer:
 
 
 # Block of the configuration: the module it needs, where it needs one; and what makes its writer.
-_WRITERS: dict[str, tuple[str, Callable[[Any, Any], Writer]]] = {
+WRITERS: dict[str, tuple[str, Callable[[Any, Any], Writer]]] = {
     "csv_monitor": ("", _csv),
     "prometheus": ("", _prometheus),
     "tensorboard": ("torch.utils.tensorboard", _tensorboard),
@@ -143,13 +143,13 @@ class MonitorMaster:
     """
 
     def __init__(self, monitor_config: Any, *, first: bool | None = None) -> None:
-        blocks = {name: block for name in _WRITERS if (block := getattr(monitor_config, name, None)) and block.enabled}
+        blocks = {name: block for name in WRITERS if (block := getattr(monitor_config, name, None)) and block.enabled}
         self.enabled = bool(blocks)
         needs = {name: _needed(name, block) for name, block in blocks.items()}  # what cannot work fails on all ranks
         self._writers: dict[str, Writer] = {}
         for name, need in needs.items() if (rank() == 0 if first is None else first) else ():
             try:
-                self._writers[name] = _WRITERS[name][1](blocks[name], need)
+                self._writers[name] = WRITERS[name][1](blocks[name], need)
             except Exception as error:  # of a service: no login, no network. The other ranks would wait for this one
                 warning_once(f"{name} cannot begin ({_in_words(error)}): nothing is written to it; the run goes on")
 

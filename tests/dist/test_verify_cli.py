@@ -1,6 +1,8 @@
 """Gates of ``ds_verify`` as a user runs them: models of their own, the exit codes, a sentence for wrong input."""
 
 import json
+import math
+import os
 import re
 from pathlib import Path
 
@@ -9,13 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepspeed.tools.simulate.costs import load_machine
+from deepspeed.tools.simulate.run import _elsewhere
+from deepspeed.tools.verify import training
 from deepspeed.tools.verify.cli import main
 from deepspeed.tools.verify.data import faults, train
-from deepspeed.tools.verify.grads import matrix_cells, scaled_error
+from deepspeed.tools.verify.grads import DTYPE_KEYS, matrix_cells, scaled_error
 from deepspeed.tools.verify.layouts.moe import judge_wire, wire_bytes
 from deepspeed.tools.verify.models import Case
 from deepspeed.tools.verify.reference import train_reference
-from deepspeed.tools.verify.resume import built_in_cells, difference
+from deepspeed.tools.verify.resume import built_in_cells, difference, moved
+from deepspeed.tools.verify.runs import Setup
 from deepspeed.tools.verify.user_model import case_of, default_loss, invented_batch
 
 pytestmark = pytest.mark.timeout(300)
@@ -247,6 +253,41 @@ def test_users_model_and_configuration_of_resume(tmp_path: Path, capsys: pytest.
     assert shown.count("identical: loss, params, opt, lr, rng, scaler") == 3 and "open window" in shown
     assert main([*arguments, "--load-ranks", "1"]) == 0
     assert "state hash" in capsys.readouterr().out
+
+
+def test_a_load_on_other_ranks_takes_every_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one that says how it saves."""
+    file = tmp_path / "ds.json"
+    config = {"zero_optimization": {"stage": 2}, "checkpoint": {"keep_last": 3}}
+    file.write_text(json.dumps(config), encoding="utf-8")
+    assert main(["resume", "--config", str(file), "--load-ranks", "1", "--steps", "4", "--at", "2"]) == 0
+    assert capsys.readouterr().out.count("state hash") == 2
+
+
+def test_either_name_of_a_dtype_is_known() -> None:
+    config = {"bfloat16": {"enabled": True}}
+    assert Setup("resume", "plain", config).dtype == torch.bfloat16 and set(config) <= set(DTYPE_KEYS)
+
+
+def test_losses_after_a_load_that_are_no_numbers_fail() -> None:
+    wanted, again = ({"a": "1"}, [0.5, 0.4, 0.3]), ({"a": "1"}, [0.5, math.nan, math.nan])
+    assert moved(wanted, wanted, 1e-5).fault == ""
+    assert "differ by nan" in moved(wanted, again, 1e-5).fault
+
+
+def test_a_check_and_a_prediction_write_nothing_into_the_records_of_a_run(tmp_path: Path) -> None:
+    written = ("observe", "flops_profiler", "csv_monitor", "prometheus", "tensorboard", "wandb", "comet")
+    config = {"train_micro_batch_size_per_gpu": 2, **{name: {"enabled": True} for name in written}}
+    assert not set(written) & Setup("resume", "plain", config).settings(str(tmp_path)).keys()
+    with _elsewhere(load_machine("h100"), config, 2) as simulated:
+        assert simulated == {"train_micro_batch_size_per_gpu": 2}
+
+
+def test_a_gate_trains_on_the_cpu_whatever_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[str] = []
+    monkeypatch.setenv("DS_ACCELERATOR", "")
+    monkeypatch.setattr(training, "check_rates", lambda driver: chosen.append(os.environ["DS_ACCELERATOR"]) or 0)
+    assert main(["lr"]) == 0 and chosen == ["cpu"] and not os.environ["DS_ACCELERATOR"]
 
 
 def test_a_model_that_cannot_be_resumed_fails_and_the_field_is_named(capsys: pytest.CaptureFixture[str]) -> None:

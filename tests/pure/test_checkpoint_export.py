@@ -19,6 +19,7 @@ import torch
 
 from deepspeed.checkpoint.foreign.optimizer_state import Slice, column_width, columns, row_width, rows, sub_groups
 from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
+from deepspeed.checkpoint.foreign.unpickle import load_restricted
 from deepspeed.checkpoint.foreign.weights import Stream, stream, write_weights
 from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.load.source import whole
@@ -134,6 +135,24 @@ def test_export_into_a_folder_with_files_needs_a_word(tmp_path: Path, capsys: py
     assert "--overwrite" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "ckpt"), str(out), "--format", "hf", "--overwrite"]) == 0
     assert {p.name for p in out.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_float64_weights_stay_as_they_are_trained(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    source = sample(config={})
+    source.tensors["master", "one"] = source.tensors["master", "one"].double() / 3
+    write_checkpoint(source, tmp_path / "own", "t")
+    assert main(["export", str(tmp_path / "own"), str(tmp_path / "out"), "--format", "hf"]) == 0
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["one"], source.tensors["master", "one"])
+
+
+def test_an_export_into_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint(tmp_path / "ckpt")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["export", str(tmp_path / "ckpt"), ".", "--format", "dcp"]) == 0
+    assert (tmp_path / "here" / ".metadata").is_file()
 
 
 def test_a_folder_that_is_being_written_never_shows_half_of_itself(tmp_path: Path) -> None:
@@ -335,16 +354,51 @@ def test_file_names_are_those_of_the_reference(tmp_path: Path, level: int, world
 def test_state_that_the_reference_layout_cannot_hold_is_refused_before_anything_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the order of round robin it does not say enough, and weights alone have no optimizer."""
-    unknown, alone = sample(), sample()
+    """Of the order of round robin it does not say enough, weights alone have no optimizer, and of updates a flat tensor
+    has one count.
+    """
+    unknown, alone, unlike = sample(), sample(), sample()
     unknown.tensors["optim.row", "l1.weight"] = torch.zeros(7)
+    unlike.facts["optimizer"]["scalars"]["l1.bias"] = {"step": torch.tensor(1.0)}  # it was frozen for a while
     alone.facts["optimizer"] = {}
     robin = sample(config={"zero_optimization": {"stage": 2, "round_robin_gradients": True}})
     cases = {"optim.row of l1.weight": unknown, "round_robin_gradients": robin, "no optimizer": alone}
+    cases["step of l2.weight (and 1 more)"] = unlike
     for words, source in cases.items():
         write_checkpoint(source, tmp_path / words, "t")
         assert main(["export", str(tmp_path / words), str(tmp_path / "out"), "--format", "deepspeed"]) == 2
         assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
+    whole_tensors = ["export", str(tmp_path / words), str(tmp_path / "out"), "--format", "deepspeed", "--stage", "0"]
+    assert main(whole_tensors) == 0
+    with contextlib.closing(find_and_open(tmp_path / "out")) as source:
+        assert source.facts["optimizer"]["scalars"]["l1.bias"]["step"] == 1.0
+
+
+def test_state_that_no_layout_can_hold_is_refused_or_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = sample()
+    source.facts["extra_state"] = {"l1": 3}
+    source.tensors |= {("opaque.odd", "u0:0:0-72/72"): torch.zeros(3), ("grad", "l1.bias"): torch.zeros(7)}
+    write_checkpoint(source, tmp_path / "own", "t")
+    arguments = ["export", str(tmp_path / "own"), str(tmp_path / "out"), "--format"]
+    assert main([*arguments, "deepspeed", "--stage", "0"]) == 2
+    assert "opaque.odd of u0:0:0-72/72" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert main([*arguments, "dcp"]) == 0
+    assert "no place for it in --format dcp: extra_state, grad, opaque.odd\n" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "own"), str(tmp_path / "torch"), "--format", "torch"]) == 0
+    assert "no place for it in --format torch: extra_state\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_extra_states_of_modules_and_no_clipping_go_to_the_reference_layout(tmp_path: Path, level: int) -> None:
+    source = sample(config={"zero_optimization": {"stage": level}, "gradient_clipping": 0.0})
+    source.facts["extra_state"] = {"": [1], "l1": {"scale": torch.ones(2)}}
+    write_checkpoint(source, tmp_path / "own", "t")
+    assert main(["export", str(tmp_path / "own"), str(tmp_path / "out"), "--format", "deepspeed"]) == 0
+    with contextlib.closing(find_and_open(tmp_path / "out")) as found:
+        extra = found.facts["extra_state"]
+        assert extra[""] == [1] and torch.equal(extra["l1"]["scale"], torch.ones(2))
+    states = [load_restricted(path)["optimizer_state_dict"] for path in tmp_path.glob("out/t/*optim_states.pt")]
+    assert [state.get("clip_grad") for state in states] == {0: [], 2: [0.0, 0.0], 3: [None, None]}[level]
 
 
 def test_a_wrong_shard_size_is_refused_at_once_whatever_the_format(

@@ -134,6 +134,27 @@ def test_a_damaged_manifest_is_damage(tmp_path: Path, run: Run) -> None:
         assert run("verify", folder)[0] == 1
 
 
+def test_damaged_16_bit_weights_of_the_reference_layout_are_found(tmp_path: Path, run: Run) -> None:
+    """Of which every one has a master, so that nothing here loads them."""
+    checkpoint(tmp_path / "a")
+    assert run("export", tmp_path / "a", tmp_path / "b", "--format", "deepspeed")[0] == 0
+    assert run("verify", tmp_path / "b")[0] == 0
+    victim = tmp_path / "b" / "global_step3" / "mp_rank_00_model_states.pt"
+    weight = sample().tensors["master", "l1.weight"].bfloat16()
+    content = victim.read_bytes()
+    at = content.index(weight.view(torch.uint8).numpy().tobytes())
+    victim.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    status, out, _ = run("verify", tmp_path / "b")
+    assert status == 1 and out.startswith("DAMAGED") and victim.name in out
+
+
+def test_what_is_only_not_read_here_is_not_called_damaged(tmp_path: Path, run: Run) -> None:
+    state = {"module": {}, "buffer_names": [], "global_steps": 1, "param_shapes": None, "mine": Fraction(1, 3)}
+    torch.save(state, tmp_path / "mp_rank_00_model_states.pt")
+    status, out, _ = run("verify", tmp_path)
+    assert status == 1 and out.startswith("CANNOT READ") and "fractions.Fraction" in out
+
+
 # --- info ---
 
 
@@ -298,6 +319,19 @@ def test_prune_removes_what_a_dead_save_left_and_not_what_a_live_one_writes(tmp_
     status, out, _ = run("prune", tmp_path, "--keep-last", 1)
     assert status == 0 and "left behind by a save that died" in out
     assert live.is_dir() and not dead.exists()
+
+
+def test_prune_says_what_it_cannot_remove(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.checkpoint.format import folders
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    for number, tag in enumerate(("old", "new")):
+        os.utime(checkpoint(tmp_path, tag=tag) / MANIFEST, (number, number))
+    monkeypatch.setattr(folders.os, "rename", refuse)
+    status, out, err = run("prune", tmp_path, "--keep-last", 1)
+    assert (status, out) == (2, "") and f"{tmp_path / 'old'} cannot be removed" in err
 
 
 # --- usage ---

@@ -18,6 +18,7 @@ from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
 from deepspeed.checkpoint.foreign.unpickle import load_restricted, materialize
 from deepspeed.checkpoint.load.source import Key, whole
 from deepspeed.errors import CheckpointError
+from deepspeed.tools.checkpoint.cli import main
 from tests.harness.warm import Warm
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "reference_checkpoints.tar.xz"
@@ -176,6 +177,14 @@ def test_state_without_names_is_not_imported(root: Path, tmp_path: Path) -> None
         write_checkpoint(found, tmp_path, "t")
     assert not list(tmp_path.iterdir())
     assert (write_checkpoint(found.with_groups(GROUPS), tmp_path, "t") / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("form", ["dcp", "deepspeed"])
+def test_state_without_names_is_not_exported(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    assert main(["export", str(root / "s0_fp32_r2" / "saved" / TAG), str(tmp_path / "out"), "--format", form]) == 2
+    assert "no names for optimizer state" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def unsharded(folder: Path, module: dict[str, torch.Tensor], optimizer: dict[str, Any] | None) -> Path:

@@ -31,7 +31,7 @@ _CHUNK_BYTES = 4 << 20
 _NUMPY_KINDS = "biufcSU"  # no objects: their bytes are addresses
 
 
-class _Records:
+class Records:
     """Records of a zip file by the offset of their first byte; each is compared with its checksum at its first use."""
 
     def __init__(self, path: Path) -> None:
@@ -67,7 +67,7 @@ class _Records:
 class FileTensor:
     """Tensor in a file, described by ``like`` on the meta device."""
 
-    def __init__(self, records: _Records, like: torch.Tensor) -> None:
+    def __init__(self, records: Records, like: torch.Tensor) -> None:
         storage = like.untyped_storage()
         self._records, self._like = records, like
         self._first: int = getattr(storage, "_checkpoint_offset", -1)
@@ -129,7 +129,7 @@ def load_restricted(path: Path) -> Any:
     outside torch's list of safe names and the table of this module. Nothing of it is executed in any case.
     """
     try:
-        records = _Records(path)
+        records = Records(path)
         with _LOCK, contextlib.ExitStack() as stack:
             # Leaving safe_globals removes its names also where the program had added them before.
             theirs = torch.serialization.get_safe_globals()
@@ -167,7 +167,7 @@ def materialize(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def _in_file(records: _Records, value: Any, memo: dict[int, Any]) -> Any:
+def _in_file(records: Records, value: Any, memo: dict[int, Any]) -> Any:
     """Rebuild ``value``: new containers of the same types, tensors as FileTensor. Shared objects stay shared."""
     if id(value) in memo:
         return memo[id(value)]

@@ -124,9 +124,10 @@ def weight_keys(source: Source, *, exclude_frozen: bool = False) -> list[Key]:
 def weight_streams(source: Source, *, dtype: torch.dtype | None, exclude_frozen: bool = False) -> list[Stream]:
     """Stream the model's state dict with every floating parameter in ``dtype``, buffers as stored.
 
-    None keeps the dtypes of training: trained parameters in the compute dtype, everything else as stored.
+    None keeps the dtypes of training: trained parameters in a compute dtype of 16 bits, everything else as stored.
     """
-    dtypes = {"master": dtype or compute_dtype(open_facts(source)), "param": dtype}
+    computes = compute_dtype(open_facts(source))
+    dtypes = {"master": dtype or (None if computes == torch.float32 else computes), "param": dtype}
     return [
         stream(source, key, dtype=dtypes.get(key[0]) if castable(source.entries[key].dtype) else None)
         for key in weight_keys(source, exclude_frozen=exclude_frozen)

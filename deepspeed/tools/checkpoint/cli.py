@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add = command("export", "export.run", "write the weights, or everything, for other programs", "checkpoint", "out")
     add("--format", choices=FORMATS, required=True, help="hf: safetensors; fp32: as zero_to_fp32; torch: .bin")
     dtypes = sorted([*DTYPE_NAMES, "keep"])
-    add("--dtype", choices=dtypes, help="of the weights (default keep: what training computes in)")
+    add("--dtype", choices=dtypes, help="of the weights (default keep: the run's, one for all that it trains)")
     add("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="most bytes of one file (default 5GB)")
     add("--stage", dest="zero", type=int, choices=(0, 1, 2, 3), help="deepspeed: its layout (default: as saved)")
     add("--world", type=count_of, metavar="N", help="deepspeed: ranks (default: as saved)")
@@ -100,10 +100,10 @@ def prune(args: argparse.Namespace) -> int:
     files = (file for path in [*gone, *stale] for file in path.rglob("*") if file.is_file())
     total, verb = sum(file.lstat().st_size for file in files), "would remove" if args.dry_run else "removed"
     tags = [path.name for path in gone]
-    if not args.dry_run:
-        tags = folders.prune(folder, args.keep_last)
-        for path in stale:
-            folders.discard(path)
+    for path in () if args.dry_run else (*gone, *stale):
+        folders.discard(path)
+        if path.exists():
+            raise CheckpointError(f"{path} cannot be removed: it is another user's, or the drive is read-only")
     for label in [*tags, *(f"{path.name}, left behind by a save that died" for path in stale)]:
         say(f"{verb} {label}")
     kept = [path.name for path in complete if path.name not in tags]

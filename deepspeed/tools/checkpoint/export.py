@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from deepspeed.accelerator.device import DTYPES
+from deepspeed.checkpoint.foreign.optimizer_state import UNNAMED
 from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
 from deepspeed.checkpoint.foreign.weights import (
     open_facts,
@@ -50,7 +51,7 @@ def appearing(out: Path) -> Iterator[Path]:
 
 def run(args: Namespace) -> int:
     """Export as the command line says and return 0. Raises CheckpointError, OSError."""
-    out = Path(args.out)
+    out = Path(args.out).resolve()  # "." too has a name then
     if out.exists() and not out.is_dir():
         raise CheckpointError(f"{out} is a file; name a folder to write to")
     if not args.overwrite and out.is_dir() and any(out.iterdir()):
@@ -60,19 +61,25 @@ def run(args: Namespace) -> int:
         raise CheckpointError(f"--format {args.format} has its own dtypes; leave --dtype {args.dtype} out")
     source = find_and_open(Path(args.checkpoint), args.tag, allow_pickle=args.allow_pickle)
     with contextlib.closing(source):
+        kinds = {"dcp": ("extra", "grad", "opaque.", "part."), "deepspeed": ("grad",)}.get(args.format, ("extra",))
+        if "grad" in kinds and any(name.startswith(UNNAMED) for _, name in source.entries):
+            raise CheckpointError(f"{source.path} has no names for optimizer state; load it into an engine and save it")
+        states = {state for state, _ in source.entries} | {name for name, value in open_facts(source).items() if value}
+        if left := sorted({state.partition("@")[0] for state in states if state.startswith(kinds)}):
+            say(f"left out, as there is no place for it in --format {args.format}: {', '.join(left)}")
         if args.format == "deepspeed":
             world = args.world or int((open_facts(source).get("world") or {}).get("size") or 1)
             with appearing(out) as hidden:
                 folder = reference_layout.write(
                     source, hidden, level=args.zero, world=world, exclude_frozen=args.exclude_frozen
                 )
-            how = f"engine.load_checkpoint({str(out)!r}) under the same configuration"
+            how = f"engine.load_checkpoint({str(out)!r}) under the same configuration, on data-parallel ranks alone"
             say(f"wrote {out / folder.name} for {counted(world, 'rank')}; load it with {how}")
             return 0
         dtype, shared = CHOICES[args.dtype or fixed or "keep"], shared_names(source)
         streams = weight_streams(source, dtype=dtype, exclude_frozen=args.exclude_frozen)
         if not streams:
-            raise CheckpointError(f"{source.path} holds no weights")
+            raise CheckpointError(f"{source.path} holds no {'trained ' if args.exclude_frozen else ''}weights")
         if args.format == "dcp":
             from deepspeed.tools.checkpoint.dcp import write_dcp  # noqa: PLC0415 - slow to import, for this format only
 

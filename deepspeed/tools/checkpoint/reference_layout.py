@@ -150,7 +150,7 @@ class _Layout:
             gaps = {"param_alignment_paddings": [[0] * len(group) for group in self.groups]}
             inner = {} if wrapper else {**inner, **gaps}
             inner |= {
-                "clip_grad": float(self.config.get("gradient_clipping") or 1.0),
+                "clip_grad": float(self.config.get("gradient_clipping", 1.0)),  # 0: none
                 "base_optimizer_state": base,
                 "single_partition_of_fp32_groups": [
                     self._values("master", rank, p, padding=0 if wrapper else paddings[p]) for p in parts
@@ -207,6 +207,7 @@ class _Layout:
         facts, sharded = self.facts, self.level > 0
         frozen = None if self.level < 2 or self.exclude_frozen else self.frozen
         engine, shared = facts.get("engine") or {}, shared_names(self.source)
+        extra = {f"{path}._extra_state".lstrip("."): state for path, state in (facts.get("extra_state") or {}).items()}
         shapes = [OrderedDict((n, self.shapes[n]) for n, _ in group) for group in self.groups]
         fragments = OrderedDict((name, self._fragment(name, rank)) for name in frozen or ())
         module: dict[str, torch.Tensor] = OrderedDict()  # without values at level 3, buffers excepted
@@ -216,7 +217,7 @@ class _Layout:
             module[key[1]] = torch.empty(0, dtype=dtype) if empty else stream(self.source, key, dtype=dtype).whole()
         return {
             **(facts.get("client_state") or {}),
-            "module": with_aliases(module, shared),
+            "module": with_aliases(module, shared) | extra,
             "buffer_names": [name for state, name in self.source.entries if state == "buffer"],
             "optimizer": None if sharded else self._whole_state(),
             "param_shapes": shapes if sharded else None,
@@ -243,10 +244,14 @@ def write(source: Source, out: Path, *, level: int | None, world: int, exclude_f
         raise CheckpointError(f"{source.path} has no optimizer, which this layout needs; export with --format torch")
     layout, entries = _Layout(source, level, world, exclude_frozen=exclude_frozen), source.entries
     odd = [k for k in entries if k[0].startswith(("opaque.", "part."))]
-    odd += [k for k, d in entries.items() if k[0].startswith("optim.") and d.shape != entries["master", k[1]].shape]
-    if odd and layout.level:
-        reason = f"{odd[0][0]} of {odd[0][1]} (and {len(odd) - 1} more) has not the shape of its parameter"
-        raise CheckpointError(f"{reason}, which DeepSpeed's sharded layout cannot hold; export with --stage 0")
+    flat = [k for k, d in entries.items() if k[0].startswith("optim.") and d.shape != entries["master", k[1]].shape]
+    groups = [[name for name, numel in group if numel] for group in layout.groups]
+    numbers = {name: {k: float(v) for k, v in values.items()} for name, values in layout.scalars.items()}
+    flat += [("step", n) for group in groups for n in group if numbers.get(n) != numbers.get(group[0])]
+    if odd or flat and layout.level:
+        (state, name), advice = (odd or flat)[0], "--format torch" if odd else "--stage 0"
+        reason = f"DeepSpeed's layout has no place for {state} of {name} (and {len(odd or flat) - 1} more)"
+        raise CheckpointError(f"{reason}, which is unlike its parameter or group; export with {advice}")
     if layout.level in (1, 2) and layout.zero.get("round_robin_gradients"):
         # Weights in the wrong order would load without a word.
         reason = "under round_robin_gradients DeepSpeed's order of parameters depends on the machine"

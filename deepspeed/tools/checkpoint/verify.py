@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from deepspeed.checkpoint.foreign.unpickle import checked
+from deepspeed.checkpoint.foreign.unpickle import Records, checked
 from deepspeed.checkpoint.foreign.weights import stream, total_bytes
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.format.files import ChunkReader, Wanted
@@ -87,19 +87,25 @@ def _read_all(folder: Path) -> list[str]:
                         advance(chunk.nbytes)
                 except (CheckpointError, OSError) as error:
                     wrong.append(f"{label}: {error}")
+    for records in map(Records, sorted(folder.glob("*model_states.pt"))):  # with 16-bit weights that have masters, too
+        for first in records.infos:
+            try:
+                records.check(first)
+            except (CheckpointError, OSError) as error:
+                wrong.append(str(error))
     return wrong
 
 
 def run(args: Namespace) -> int:
     """Print the verdict; return 0 or 1."""
-    folder = located(Path(args.checkpoint), args.tag)
+    folder, verdict = located(Path(args.checkpoint), args.tag), "DAMAGED"
     try:
         wrong = verify(folder)
-    except CheckpointError as error:
-        wrong = [str(error)]
+    except CheckpointError as error:  # it may also be of a kind that is not read here
+        verdict, wrong = "CANNOT READ", [str(error)]
     if wrong:
         more = [f"and {len(wrong) - _LISTED} more"] if len(wrong) > _LISTED else []
-        say("\n  ".join([f"DAMAGED {folder}", *wrong[:_LISTED], *more]))
+        say("\n  ".join([f"{verdict} {folder}", *wrong[:_LISTED], *more]))
         return 1
     summary = "every tensor can be read (files in DeepSpeed's layout; only the checksums of their archives exist)"
     if folders.is_complete(folder):

@@ -22,17 +22,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deepspeed.config import load_config
 from deepspeed.config.parse import read_config_source
-from deepspeed.errors import UsageError, counted
+from deepspeed.errors import UsageError
 from deepspeed.monitor.program import CommandLine, count_of, guarded, number_of, say, whole_of
 from deepspeed.tools.bench.common import size_of
 from deepspeed.tools.simulate.costs import load_machine, machines
-
-if TYPE_CHECKING:
-    from deepspeed.tools.simulate.run import Outcome
 
 
 def _share_of(text: str) -> float:
@@ -70,19 +66,6 @@ def _parser() -> CommandLine:
     }
     parser.switches(**texts)
     return parser
-
-
-def _failures(outcome: "Outcome", options: argparse.Namespace, who: str = "") -> list[str]:
-    """Return the limits that are passed, a sentence each."""
-    share, waits = outcome.exposed_seconds / outcome.seconds, sum(outcome.waits.values())
-    texts = [f"{len(outcome.unordered)} accesses are without order"] if outcome.unordered else []
-    if options.max_memory is not None and outcome.reserved > options.max_memory:
-        texts.append(f"--max-memory: {outcome.reserved:,} bytes of the device are needed, not {options.max_memory:,}")
-    if options.max_exposed is not None and share > options.max_exposed:
-        texts.append(f"--max-exposed: {share:.1%} of the step are exposed transfers, not {options.max_exposed:.1%}")
-    if options.no_sync and waits:
-        texts.append(f"--no-sync: the program waits for the device {counted(waits, 'time')} in a step")
-    return [who + text for text in texts]
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -129,7 +112,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.trace is not None:
         report.write_trace(outcomes, names if depth > 1 else ["one rank"], options.trace)
     say(json.dumps(facts, indent=1) if options.json else text)
-    failures = [text for outcome, who in zip(outcomes, names, strict=True) for text in _failures(outcome, options, who)]
+    failures = [text for one, who in zip(outcomes, names, strict=True) for text in report.failures(one, options, who)]
     for failure in failures:
         sys.stderr.write(f"ds_simulate: {failure}\n")
     if failures:

@@ -30,7 +30,7 @@ class _Block:
 
 
 class CachingAllocator:
-    """Count bytes allocated and reserved, now and at most.
+    """Count bytes allocated now, and reserved now and at most.
 
     Where another segment would pass ``limit``, the device's bytes, segments without a block in use are given back
     first, ``retries`` times; a real program would fail for what is reserved beyond the limit even then.
@@ -38,7 +38,7 @@ class CachingAllocator:
 
     def __init__(self, limit: float = math.inf) -> None:
         self.limit, self.retries = limit, 0
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self.allocated = self.reserved = self.peak_reserved = 0
         self._pools: dict[tuple[int, bool], list[tuple[int, int, _Block]]] = {}
         self._blocks: dict[int, _Block] = {}
         self._order = 0
@@ -69,7 +69,6 @@ class CachingAllocator:
         block.free = False
         self._blocks[buffer] = block
         self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, buffer: int) -> None:
         """Give the block of ``buffer`` back, merged with free neighbours."""
@@ -163,4 +162,4 @@ class Memory:
             usage.restart()
         self.allocator.empty_cache()
         self.allocator.retries = 0
-        self.allocator.peak_allocated, self.allocator.peak_reserved = self.allocator.allocated, self.allocator.reserved
+        self.allocator.peak_reserved = self.allocator.reserved

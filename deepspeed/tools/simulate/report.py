@@ -1,5 +1,6 @@
 """What the simulated step of a rank, or of a pipeline, took: in words, as facts, and as a picture over time."""
 
+import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,6 +86,19 @@ def text(outcome: Outcome, machine: Machine, title: str) -> str:
         lines += [f"{fault} of {machine.name}"]
     lines += [f"UNORDERED {problem}" for problem in outcome.unordered]
     return "\n".join([*lines, *_premises([outcome], machine)])
+
+
+def failures(outcome: Outcome, options: argparse.Namespace, who: str = "") -> list[str]:
+    """Return the limits that are passed, a sentence each."""
+    share, waits = outcome.exposed_seconds / outcome.seconds, sum(outcome.waits.values())
+    texts = [f"{len(outcome.unordered)} accesses are without order"] if outcome.unordered else []
+    if options.max_memory is not None and outcome.reserved > options.max_memory:
+        texts.append(f"--max-memory: {outcome.reserved:,} bytes of the device are needed, not {options.max_memory:,}")
+    if options.max_exposed is not None and share > options.max_exposed:
+        texts.append(f"--max-exposed: {share:.1%} of the step are exposed transfers, not {options.max_exposed:.1%}")
+    if options.no_sync and waits:
+        texts.append(f"--no-sync: the program waits for the device {counted(waits, 'time')} in a step")
+    return [who + text for text in texts]
 
 
 def _too_large(outcome: Outcome, machine: Machine) -> str:

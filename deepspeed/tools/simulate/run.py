@@ -19,7 +19,7 @@ from deepspeed.accelerator.device import move_to_device
 from deepspeed.client.zero.init import Init
 from deepspeed.config import load_config
 from deepspeed.engine.initialize import initialize
-from deepspeed.monitor import hostmem
+from deepspeed.monitor import hostmem, monitor
 from deepspeed.monitor.log import logger
 from deepspeed.sequence.tiling import blocks
 from deepspeed.tools.simulate.control import Control, talking
@@ -88,7 +88,7 @@ def _forward(engine: Any, subject: Subject, step: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _elsewhere(machine: Machine, config: dict[str, Any], world: int) -> Iterator[dict[str, Any]]:
-    """Yield the configuration on the simulated machine: its host memory, and for drives a folder that stays empty.
+    """Yield the configuration on the simulated machine: its host memory, for drives an empty folder, no records.
 
     All ranks say what this one says, the name of their memory included: it is one, as large as that of the nodes whose
     devices they would fill.
@@ -103,9 +103,9 @@ def _elsewhere(machine: Machine, config: dict[str, Any], world: int) -> Iterator
         logger.setLevel(max(level, logging.WARNING))
         zero = {
             key: value | {"nvme_path": folder} if isinstance(value, dict) and value.get("device") == "nvme" else value
-            for key, value in dict(config.get("zero_optimization", {})).items()
+            for key, value in dict(config.get("zero_optimization") or {}).items()
         }
-        seen = {key: value for key, value in config.items() if key != "observe"}  # nothing happens that could be seen
+        seen = {k: v for k, v in config.items() if k not in ("observe", "flops_profiler", *monitor.WRITERS)}
         yield seen | {"zero_optimization": zero} if zero else seen
 
 

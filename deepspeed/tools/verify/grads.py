@@ -51,7 +51,7 @@ KEPT_KEYS = (
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
 )
 # With these an engine is built once more, to look at the dtypes.
-DTYPE_KEYS = ("bf16", "fp16", "torch_autocast", "data_types")
+DTYPE_KEYS = ("bf16", "bfloat16", "fp16", "torch_autocast", "data_types")
 _SETTLED = 2  # steps after which everything that will be is compiled
 
 

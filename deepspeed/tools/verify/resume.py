@@ -145,7 +145,8 @@ def moved(wanted: Handed, again: Handed, tolerance: float, least: float = 0.0) -
     names = runs.differing(wanted[0], again[0])
     if names:
         return RowResult("", f"{len(names)} of {len(wanted[0])} names differ, first {names[0]}")
-    error = max(abs(a - b) / max(least, abs(a)) for a, b in zip(wanted[1], again[1], strict=True))
+    errors = [abs(a - b) / max(least, abs(a)) for a, b in zip(wanted[1], again[1], strict=True)]
+    error = float(torch.tensor(errors, dtype=torch.float64).max())  # NaN where one is; max() may pass over it
     text = f"state hash {runs.hash_of(again[0])} at the save and after the load; "
     text += f"losses of the next {len(again[1])} steps differ by {error:.1e}"
     return RowResult(text, "" if error <= tolerance else f"{text} ({wanted[1]} and {again[1]})")
@@ -176,7 +177,7 @@ def check_resume(driver: Driver) -> int:
     for cell in cells:  # a fault of the configuration is reported before any rank starts
         load_config(cell.settings(tempfile.gettempdir()), world_size=ranks)
     if load_ranks != ranks:
-        cells = [cell for cell in cells if not (cell.cut or cell.config.get("checkpoint"))]
+        cells = [cell for cell in cells if not cell.cut]
 
     def check(cell: Setup, folder: str) -> RowResult:
         first, second = driver.pools(ranks, load_ranks)

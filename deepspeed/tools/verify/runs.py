@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import deepspeed
-from deepspeed.accelerator.device import DTYPES, map_tensors
+from deepspeed.accelerator.device import map_tensors
+from deepspeed.checkpoint.foreign.weights import compute_dtype
 from deepspeed.comm.collectives import gather_objects
+from deepspeed.monitor.monitor import WRITERS
 from deepspeed.tools.verify.grads import full_parameters
 from deepspeed.tools.verify.models import SAMPLES, Case, MicroBatch
 from deepspeed.tools.verify.user_model import case_of
@@ -43,8 +45,7 @@ class Setup:
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the model while it trains."""
-        chosen = [name for name in ("bf16", "fp16") if (self.config.get(name) or {}).get("enabled")]
-        return DTYPES[chosen[0] if chosen else "fp32"]
+        return compute_dtype({"config": self.config})
 
     def case(self) -> Case:
         """Return the model and its data, whose batches are in the dtype of the model."""
@@ -56,9 +57,9 @@ class Setup:
         return case if dtype == torch.float32 else replace(case, batch=lambda at: map_tensors(case.batch(at), cast))
 
     def settings(self, folder: str) -> dict[str, Any]:
-        """Return the configuration; ``folder`` is for states on a drive."""
+        """Return the configuration without what records a real run; ``folder`` is for states on a drive."""
         config = {"train_micro_batch_size_per_gpu": SAMPLES, **copy.deepcopy(self.config)}
-        for key in ("train_batch_size", "memory"):
+        for key in ("train_batch_size", "memory", "observe", "flops_profiler", *WRITERS):
             config.pop(key, None)
         if not isinstance(config.get("gradient_accumulation_steps"), int):
             config["gradient_accumulation_steps"] = 1

@@ -1,5 +1,6 @@
 """Constants of a rank's host: its memory, the optimizer by cores, a folder's drive."""
 
+import contextlib
 import os
 import statistics
 from functools import partial
@@ -47,16 +48,12 @@ def measure_host(clock: Clock, effort: Effort, threads: int, share: float) -> Me
 
 def measure_drive(folder: str, effort: Effort, share: float) -> Measured:
     """Measure the IO engine with default settings. Raises UsageError or TransferError where ``folder`` is none."""
-    findings, load, target = Measured(), Load(), Target(folder, effort.file)
-    try:
-        with load.engine() as engine:
-            for write in (True, False):
-                speed(target, engine, load, write=write)
-            rates = alternating(
-                {write: partial(speed, target, engine, load, write=write) for write in (True, False)}, effort.rounds
-            )
-    finally:
-        target.close()
+    findings, load = Measured(), Load()
+    with load.engine() as engine, contextlib.closing(Target(folder, effort.file)) as target:
+        runs = {write: partial(speed, target, engine, load, write=write) for write in (True, False)}
+        for run in runs.values():
+            run()
+        rates = alternating(runs, effort.rounds)
     for write, name in ((False, "read"), (True, "write")):
         findings.add(f"drive_{name}_rate", share * 1e9 * rates[write], f"a file of {effort.file:,} bytes in {folder}")
     return findings

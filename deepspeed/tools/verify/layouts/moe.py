@@ -119,15 +119,12 @@ def check_experts(driver: Driver) -> int:
 
     driver.say(f"{aligned(('experts', 'stage', 'ep', *KINDS), WIDTHS)}  result")
     judged = partial(judge, tolerance=options.tolerance, columns=True)
-    rows = [(stage, ep) for stage in stages for ep in sizes]
-    for stage, ep in rows:
-        label = aligned(("chosen", "-" if stage is None else stage, ep), WIDTHS)
-        driver.on_ranks(label, options.ranks, judged, run_cell, cell(stage, ep), options.steps)
-    stage, ep = rows[-1]
-    last = cell(stage, ep)
-    label = aligned(("the first", "-" if stage is None else stage, ep), WIDTHS)
-    driver.on_ranks(label, options.ranks, judged, train_crowded, last, options.steps)
+    rows: list[tuple[str, Any, int | None, int]] = [("chosen", run_cell, stage, ep) for stage in stages for ep in sizes]
+    rows.append(("the first", train_crowded, *rows[-1][2:]))
+    for experts, train, stage, ep in rows:
+        label = aligned((experts, "-" if stage is None else stage, ep), WIDTHS)
+        driver.on_ranks(label, options.ranks, judged, train, cell(stage, ep), options.steps)
     if etp == 1:
-        driver.on_ranks("bytes on the wire", options.ranks, judge_wire, count_wire, last)
-    count = len(rows) + 1 + (etp == 1)
+        driver.on_ranks("bytes on the wire", options.ranks, judge_wire, count_wire, cell(stage, ep))
+    count = len(rows) + (etp == 1)
     return driver.end(f"{count} rows on {driver.conditions()}, tolerance {options.tolerance:g}", "all pass")
