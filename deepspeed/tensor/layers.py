@@ -215,8 +215,7 @@ class LinearLayer(TensorParallelLayer):
         self.in_features, self.out_features = shape[1 - dim], shape[dim]
         self.edges = [unit * edge for edge in bounds(shape[dim] // unit, self.group.size)]
         self.take("weight", weight, _place(shape, dim, self.parts, self.group, unit))
-        place = _place((shape[dim],), 0, self.parts, self.group, unit) if bias is not None else None
-        self.take("bias", bias, place)
+        self.take("bias", bias, _place((shape[dim],), 0, self.parts, self.group, unit))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         value, weight = value if self.input_sums else self.shared.enter(value), self.weight
@@ -318,7 +317,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         lo, hi = self.edges[self.group.index], self.edges[self.group.index + 1]
-        input_mask = (ids < lo) | (ids >= hi)
+        input_mask = ((ids >= 0) & (ids < lo)) | ((ids >= hi) & (ids < self.num_embeddings))  # words of other ranks
         pad = self.padding_idx
         pad = pad - lo if pad is not None and lo <= pad < hi else None
         rows = functional.embedding((ids - lo).masked_fill(input_mask, 0), self.weight, pad)

@@ -548,6 +548,9 @@ def _layers_by_hand() -> list[float]:
     column, row = layers.LinearLayer(up, group), layers.LinearAllreduce(down, group)
     words = layers.VocabParallelEmbedding(table, group)
     found = row(torch.tanh(column(words(ids))))
+    for odd in (-1, 7):
+        with pytest.raises(IndexError):
+            words(torch.tensor([0, odd]))
     shapes = [tuple(column.weight.shape), tuple(row.weight.shape), tuple(words.weight.shape)]
     assert shapes == [[(5, 6), (6, 5), (4, 6)], [(4, 6), (6, 4), (3, 6)]][dist.get_rank()]
     with layers.GatherReplacedLayerParams(column.weight, column):
