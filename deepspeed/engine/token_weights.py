@@ -51,8 +51,7 @@ class TokenWeights:
                 self.note(args, kwargs)
 
         model_ref = weakref.ref(model)
-        quiet = torch.compiler.disable(before)
-        return model.register_forward_pre_hook(quiet, with_kwargs=True, prepend=True).remove
+        return model.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True, prepend=True).remove
 
     def mean(self, job: AxisGroup) -> float:
         """Return the mean over the ranks of the window's weight so far. Collective; waits for the device."""

@@ -340,8 +340,7 @@ class PipelineEngine(DeepSpeedEngine):
                         "ranks of one pipeline work on one batch, so the data iterators of all have to yield the same"
                     )
         self._check_parts(readers)
-        column = self.mesh.pp.ranks
-        return next(readers[r] for r in column if r in readers).kinds
+        return next(readers[r] for r in self.mesh.pp.ranks if r in readers).kinds
 
     def _check_parts(self, readers: dict[int, _Read]) -> None:
         """Raise where ranks that read parts of one sequence have read the same, which is the whole of it."""

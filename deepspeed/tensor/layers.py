@@ -103,11 +103,6 @@ def shared_input(group: Any) -> SharedInput:
     return SharedInput(group if isinstance(group, AxisGroup) else plain_mesh("gloo", group=group).job)
 
 
-def _is_transposed(layer: nn.Module) -> bool:
-    """Return whether the weight is (in, out), as in transformers' Conv1D."""
-    return not isinstance(layer, nn.Linear)
-
-
 def _weight_of(layer: nn.Module) -> nn.Parameter:
     weight = layer.weight
     assert isinstance(weight, nn.Parameter)
@@ -205,7 +200,7 @@ class LinearLayer(TensorParallelLayer):
         unit: int = 1,
     ) -> None:
         super().__init__(mp_group, name=name)
-        self.transposed = _is_transposed(module)
+        self.transposed = not isinstance(module, nn.Linear)  # (in, out), as in transformers' Conv1D
         weight, bias = _weight_of(module), getattr(module, "bias", None)
         shape = _whole_shape(weight)
         dim = 1 if self.transposed else 0
@@ -248,7 +243,7 @@ class LinearAllreduce(TensorParallelLayer):
         self, module: nn.Module, mp_group: Any = None, *, name: str = "", split_input: bool = False, unit: int = 1
     ) -> None:
         super().__init__(mp_group, name=name)
-        self.transposed, self.split_input = _is_transposed(module), split_input
+        self.transposed, self.split_input = not isinstance(module, nn.Linear), split_input
         weight = _weight_of(module)
         shape, dim = _whole_shape(weight), 0 if self.transposed else 1
         self.in_features, self.out_features = shape[dim], shape[1 - dim]
@@ -292,7 +287,7 @@ class HeadsLinear(TensorParallelLayer):
 
     def __init__(self, module: nn.Module, mp_group: Any, *, name: str = "", heads: int) -> None:
         super().__init__(mp_group, name=name)
-        self.heads, self.transposed = heads, _is_transposed(module)
+        self.heads, self.transposed = heads, not isinstance(module, nn.Linear)
         self.take("weight", _weight_of(module))
         self.take("bias", getattr(module, "bias", None))
 
