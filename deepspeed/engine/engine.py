@@ -91,7 +91,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         self._parts, self._views = parts, parts.views
         self._scaler = build_loss_scaler(config)
         self.runtime, self.device = parts.runtime, get_accelerator().torch_device()
-        self._tokens = None if config.normalize == "micro_batches" else TokenWeights(config, self.device, mesh.sp)
+        self._tokens = None if config.normalize == "micro_batches" else TokenWeights(config, self.device, mesh)
         if self._tokens is not None:
             lasting.callback(self._tokens.listen(module, inside_backward))
         self._gas = self._next_gas = config.gradient_accumulation_steps

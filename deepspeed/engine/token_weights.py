@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.collectives import AxisGroup, sum_in_place
+from deepspeed.comm.mesh.groups import Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.loss_scale import computes_in_fp16
 from deepspeed.errors import UsageError
@@ -25,8 +26,8 @@ _ADVICE = "call engine.set_batch_tokens(count) between the forward and backward(
 class TokenWeights:
     """Token counts of one window on one rank. Nothing is read from the device."""
 
-    def __init__(self, config: DeepSpeedConfig, device: torch.device, sequence: AxisGroup) -> None:
-        self._sequence = sequence  # the ranks that share each batch
+    def __init__(self, config: DeepSpeedConfig, device: torch.device, mesh: Mesh) -> None:
+        self._sequence, self._whole = mesh.sp, mesh.cuts  # the ranks that share each batch; they all get the whole
         self._shift, self._narrow = config.normalize == "next_tokens", computes_in_fp16(config)
         self._count: torch.Tensor | int | None = None  # of the last forward
         self._forwards, self._twice = 0, False  # since the last backward; another has weighed its loss already
@@ -50,8 +51,7 @@ class TokenWeights:
                 self.note(args, kwargs)
 
         model_ref = weakref.ref(model)
-        quiet = torch.compiler.disable(before)
-        return model.register_forward_pre_hook(quiet, with_kwargs=True, prepend=True).remove
+        return model.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True, prepend=True).remove
 
     def mean(self, job: AxisGroup) -> float:
         """Return the mean over the ranks of the window's weight so far. Collective; waits for the device."""
@@ -68,7 +68,8 @@ class TokenWeights:
         self._forwards, self.noted = 1 if self._anew else self._forwards + 1, self.noted + 1
         self._count, self._anew = None, False
         if labels is not None:
-            self._count = (labels[..., 1:] if self._shift else labels).ne(IGNORED).sum()
+            count = (labels[..., 1:] if self._shift else labels).ne(IGNORED).sum()
+            self._count = count if self._whole else sum_in_place(count, self._sequence)
         elif parts is not None:  # of a sequence that was cut
             self._count = sum_in_place(parts.ne(IGNORED).sum(), self._sequence)
 

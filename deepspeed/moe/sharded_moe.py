@@ -217,17 +217,16 @@ class TopKGate(nn.Module):
         hidden = hidden.float()
         if self.noisy_gate_policy == "Jitter" and self.training:
             hidden = hidden * torch.empty_like(hidden).uniform_(1 - _JITTER, 1 + _JITTER)
-        logits = F.linear(hidden, self.wg.weight.float())
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = F.linear(hidden, self.wg.weight.float())
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
-        drop = self.drop_tokens
+        drop, least = self.drop_tokens, self.min_capacity
         if self.k == 1:
             noisy = self.noisy_gate_policy == "RSample" and self.training
-            return _first(
-                logits, factor, self.min_capacity, drop=drop, random=self.use_rts, noisy=noisy, used=used_token
-            )
+            return _first(logits, factor, least, drop=drop, random=self.use_rts, noisy=noisy, used=used_token)
         if self.k == 2:
-            return _two(logits, factor, self.min_capacity, drop=drop, sample=self.top2_2nd_expert_sampling)
-        return _several(logits, self.k, factor, self.min_capacity, drop=drop)
+            return _two(logits, factor, least, drop=drop, sample=self.top2_2nd_expert_sampling)
+        return _several(logits, self.k, factor, least, drop=drop)
 
     def forward(self, input: torch.Tensor, used_token: torch.Tensor | None = None) -> Gating:
         """Return what ``top1gating`` does."""
@@ -277,18 +276,16 @@ class MOELayer(nn.Module):
         flat = hidden.reshape(-1, hidden.shape[-1])
         routing = self.gate.route(flat, used_token)
         self.l_aux, self.exp_counts = routing.loss, routing.counts
-        compute: Callable[..., torch.Tensor] = self.experts
-        weights = routing.weights.to(hidden.dtype)
         if self.note is not None:
             self.note(routing.chosen, routing.counts)
         out = through_experts(
             flat,
             routing.chosen,
-            weights,
+            routing.weights.to(hidden.dtype),
             group=self.group,
             sharers=self.sharers,
             experts=self.num_local_experts,
-            compute=compute,
+            compute=self.experts,
             layer=self.path,
             meanwhile=meanwhile,
         )

@@ -96,6 +96,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
         self._kinds: list[str] | None = None  # of the last batch, on every rank
+        self._trained: list[bool] = []  # which parameters were, at the last batch
         # Ranks of a stage on these axes read one batch: all of a sequence, unless each of them reads its part.
         self._alike = ("tp",) if module.sharers is not None else ("sp", "tp")
         cut = "; ".join(f"stage {r}: {module.describe(r)}" for r in range(self.num_stages))
@@ -194,13 +195,12 @@ class PipelineEngine(DeepSpeedEngine):
         """Count the batch as not run. ``agreed``: all ranks raise; else end every wait for this rank."""
         self._links.forget()
         failed = self.runtime.failures
-        if agreed:
+        if isinstance(error, Exception):
             failed.note_known(error)
-        elif isinstance(error, Exception):
-            failed.note_known(error)
-            failed.lose_batch(error)
-            failed.break_off(str(error))
-            break_off_all(self.mesh)
+            if not agreed:
+                failed.lose_batch(error)
+                failed.break_off(str(error))
+                break_off_all(self.mesh)
         self._recover(error)
 
     def _agree(self, outcome: PassResult) -> torch.Tensor:
@@ -296,7 +296,11 @@ class PipelineEngine(DeepSpeedEngine):
             leads = first and self.stage_id == readers[0]
             labels = (len(readers) * size - 1 if leads else -1) * _digest(place, read.labels)
             inputs = (size - 1 if first else -1) * _digest(place, self.stage_id, read.inputs)
-        return not any(self._sum([int(odd), labels, inputs if size > 1 else 0], torch.int64))
+        before, self._trained = self._trained, [p.requires_grad for p in self.module.parameters()]
+        changed, *unlike = self._sum([before != self._trained, odd, labels, inputs if size > 1 else 0], torch.int64)
+        if changed:  # and with it which activations need a gradient
+            self._links.forget()
+        return not any(unlike)
 
     def _sum(self, numbers: list[Any], dtype: torch.dtype) -> list[Any]:
         """Sum ``numbers`` over all ranks."""
@@ -336,8 +340,7 @@ class PipelineEngine(DeepSpeedEngine):
                         "ranks of one pipeline work on one batch, so the data iterators of all have to yield the same"
                     )
         self._check_parts(readers)
-        column = self.mesh.pp.ranks
-        return next(readers[r] for r in column if r in readers).kinds
+        return next(readers[r] for r in self.mesh.pp.ranks if r in readers).kinds
 
     def _check_parts(self, readers: dict[int, _Read]) -> None:
         """Raise where ranks that read parts of one sequence have read the same, which is the whole of it."""

@@ -57,7 +57,7 @@ def vocab_parallel_cross_entropy(
     """Return the cross-entropy of ``logits`` [..., this rank's words] and ``target`` [...] over all words. Collective.
 
     The mean and the sum are over the tokens of all ranks of ``sp_group``. Raises UsageError for words that do not fit
-    the logits, and for labels outside of the words.
+    the logits. A label that is no word makes it NaN, or raises where this rank has all words.
 
     Args:
         tp_group: Ranks that have the logits of other words of the same tokens.

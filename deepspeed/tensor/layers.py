@@ -103,11 +103,6 @@ def shared_input(group: Any) -> SharedInput:
     return SharedInput(group if isinstance(group, AxisGroup) else plain_mesh("gloo", group=group).job)
 
 
-def _is_transposed(layer: nn.Module) -> bool:
-    """Return whether the weight is (in, out), as in transformers' Conv1D."""
-    return not isinstance(layer, nn.Linear)
-
-
 def _weight_of(layer: nn.Module) -> nn.Parameter:
     weight = layer.weight
     assert isinstance(weight, nn.Parameter)
@@ -205,7 +200,7 @@ class LinearLayer(TensorParallelLayer):
         unit: int = 1,
     ) -> None:
         super().__init__(mp_group, name=name)
-        self.transposed = _is_transposed(module)
+        self.transposed = not isinstance(module, nn.Linear)  # (in, out), as in transformers' Conv1D
         weight, bias = _weight_of(module), getattr(module, "bias", None)
         shape = _whole_shape(weight)
         dim = 1 if self.transposed else 0
@@ -215,8 +210,7 @@ class LinearLayer(TensorParallelLayer):
         self.in_features, self.out_features = shape[1 - dim], shape[dim]
         self.edges = [unit * edge for edge in bounds(shape[dim] // unit, self.group.size)]
         self.take("weight", weight, _place(shape, dim, self.parts, self.group, unit))
-        place = _place((shape[dim],), 0, self.parts, self.group, unit) if bias is not None else None
-        self.take("bias", bias, place)
+        self.take("bias", bias, _place((shape[dim],), 0, self.parts, self.group, unit))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         value, weight = value if self.input_sums else self.shared.enter(value), self.weight
@@ -249,7 +243,7 @@ class LinearAllreduce(TensorParallelLayer):
         self, module: nn.Module, mp_group: Any = None, *, name: str = "", split_input: bool = False, unit: int = 1
     ) -> None:
         super().__init__(mp_group, name=name)
-        self.transposed, self.split_input = _is_transposed(module), split_input
+        self.transposed, self.split_input = not isinstance(module, nn.Linear), split_input
         weight = _weight_of(module)
         shape, dim = _whole_shape(weight), 0 if self.transposed else 1
         self.in_features, self.out_features = shape[dim], shape[1 - dim]
@@ -293,7 +287,7 @@ class HeadsLinear(TensorParallelLayer):
 
     def __init__(self, module: nn.Module, mp_group: Any, *, name: str = "", heads: int) -> None:
         super().__init__(mp_group, name=name)
-        self.heads, self.transposed = heads, _is_transposed(module)
+        self.heads, self.transposed = heads, not isinstance(module, nn.Linear)
         self.take("weight", _weight_of(module))
         self.take("bias", getattr(module, "bias", None))
 
@@ -318,7 +312,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         lo, hi = self.edges[self.group.index], self.edges[self.group.index + 1]
-        input_mask = (ids < lo) | (ids >= hi)
+        input_mask = ((ids >= 0) & (ids < lo)) | ((ids >= hi) & (ids < self.num_embeddings))  # words of other ranks
         pad = self.padding_idx
         pad = pad - lo if pad is not None and lo <= pad < hi else None
         rows = functional.embedding((ids - lo).masked_fill(input_mask, 0), self.weight, pad)

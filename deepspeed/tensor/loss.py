@@ -10,7 +10,7 @@ from deepspeed.zero.regions import bounds
 
 
 class _PartsCrossEntropy(torch.autograd.Function):
-    """Compute per-row -log softmax(logits)[label]; a row whose label is ``ignore`` is 0. No rank sees all logits."""
+    """Compute per-row -log softmax(logits)[label]: 0 for the label ``ignore``, NaN for one that is no word."""
 
     @staticmethod
     def forward(
@@ -28,8 +28,9 @@ class _PartsCrossEntropy(torch.autograd.Function):
         rows = (labels - lo).masked_fill(~inside, 0).unsqueeze(-1)
         chosen = exponentials.gather(-1, rows).squeeze(-1).masked_fill(~inside, 0)
         exponentials = exponentials.exp_()
-        totals, chosen = sum_in_place(torch.stack([exponentials.sum(-1), chosen]), group)
+        totals, chosen, known = sum_in_place(torch.stack([exponentials.sum(-1), chosen, inside.float()]), group)
         counts = labels != ignore
+        totals.masked_fill_(counts & (known == 0), torch.nan)  # of the gradient, too, and nobody waits for the device
         ctx.save_for_backward(exponentials.div_(totals.unsqueeze(-1)), rows, inside, counts)
         ctx.dtype = logits.dtype
         return (totals.log() - chosen).masked_fill(~counts, 0)

@@ -29,12 +29,14 @@ _UP = _names(
 )
 _DOWN = _names("down_proj c_proj fc2 fc_out w2 down dense_4h_to_h wo lin2 linear2 proj")
 _EMBEDDINGS = _names("embed_tokens wte word_embeddings tok_embeddings embed_in embedding token_embedding embed")
-_HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "nheads", "num_attn_heads")
+_HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "nheads", "num_attn_heads", "heads", "nhead")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "num_kv")
 _HEAD_WIDTHS = ("head_dim", "head_size", "attention_head_size", "d_head")
 _GROUPS = ("num_key_value_groups", "n_rep", "num_kv_groups", "num_queries_per_kv", "kv_groups")
 _WIDTHS = ("embed_dim", "hidden_size", "split_size", "all_head_size", "inner_dim", "d_model", "n_embd", "q_size", "dim")
 _KV_WIDTHS = ("kv_size", "kv_dim")
+# What computes each feature alone, so that every rank may have some of them.
+_POINTWISE = frozenset((nn.Linear, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh))
 # Attention that adds something of every head (alibi, relative positions), or packs heads in another order.
 _ODD_TYPES = _names("bloom mpt t5 mt5 codegen longt5 umt5 falcon")
 # Styles of transformers' plans; the others belong to experts, which stay whole, or are refused.
@@ -129,6 +131,8 @@ class Planner:
             for path, module in self.modules.items()
             if is_linear(module) and path and not any(path.startswith(f"{p}.") for p in inside_mha)
         }
+        # The modules right around adapters, which compute from whole values.
+        self.adapted = {path.rpartition(".")[0] for path, m in self.modules.items() if hasattr(m, "base_layer")}
         self.plan = TensorPlan()
 
     def make(self) -> TensorPlan:
@@ -202,7 +206,7 @@ class Planner:
         base = getattr(self.config, "base_model_tp_plan", None) or {}
         for pattern, style in {**base, **on_top}.items():
             regex = re.compile(r"(?:.*\.)?" + re.escape(pattern).replace(r"\*", r"\d+"))
-            paths = [path for path in self.modules if regex.fullmatch(path)]
+            paths = [p for p in self.modules if regex.fullmatch(p) and p.rpartition(".")[0] not in self.adapted]
             if paths and style in _REFUSED:
                 raise NotYetError(f"{paths[0]}: the tensor-parallel style {style!r} is not in this release")
             for path in paths if style in _STYLES else ():
@@ -230,27 +234,29 @@ class Planner:
         attentions = self._attentions()
         for path in attentions:
             yield from self._attention(path)
-        for path in self.modules:
+        for path, module in self.modules.items():
             names = self._children(path)
             if path in attentions and not {"fc1", "fc2"} <= names.keys():
                 continue
             ups, downs = [names[n] for n in names if n in _UP], [names[n] for n in names if n in _DOWN]
+            whole = path in self.adapted
             if not ups and not downs and len(names) == 2:
                 first, second = names.values()
                 pairs = _features(self.linears[first]), _features(self.linears[second])
                 if pairs[0] == pairs[1][::-1] and pairs[0][1] > pairs[0][0]:
                     ups, downs = [first], [second]
+                    whole = type(module) is not nn.Sequential or not {type(child) for child in module} <= _POINTWISE
             if ups and len(downs) == 1:
-                yield from self._feed_forward(path, ups, downs[0])
+                yield from self._feed_forward(path, ups, downs[0], whole=whole)
 
-    def _feed_forward(self, path: str, ups: list[str], down: str) -> Iterator[tuple[str, Split]]:
+    def _feed_forward(self, path: str, ups: list[str], down: str, *, whole: bool) -> Iterator[tuple[str, Split]]:
         width, sizes = _features(self.linears[down])[0], [_features(self.linears[up])[1] for up in ups]
         if any(size not in (width, 2 * width) for size in sizes):
             return
         inner = [p for p in self.modules if p.startswith(f"{path}.") and p not in (*ups, down)]
         extra = [p for p in inner if any(True for _ in self.modules[p].parameters(recurse=False))]
         # With a norm between the two the parts cannot be told from each other; in a whole block the norms are outside.
-        whole = bool(extra) and not any("." in p[len(path) + 1 :] for p in extra)
+        whole = whole or (bool(extra) and not any("." in p[len(path) + 1 :] for p in extra))
         for up, size in zip(ups, sizes, strict=True):
             parts = (width, width) if size == 2 * width and not whole else ()
             yield up, Split("column", whole, parts)
@@ -279,21 +285,22 @@ class Planner:
     def _separable(self, path: str, names: Mapping[str, str]) -> bool:
         """Return whether attention heads can be computed apart, by nothing but these layers and norms of a head."""
         heads, kv, width = self._heads_of(path)
+        module = self.modules[path]
+        # What a forward reads from the configuration is not adapted.
+        counted = vars(module).keys() & {*_HEADS, *_HEAD_WIDTHS}
+        if heads is None or width is None or not counted or any(True for _ in module.parameters(recurse=False)):
+            return False
         if str(getattr(self.config, "model_type", "")) in _ODD_TYPES or getattr(self.config, "alibi", False):
             return False
         packed = [n for n in names if n in _PACKED | _BY_HEADS]
-        if any(_features(self.linears[names[n]])[1] != 3 * (heads or 0) * (width or 0) or kv != heads for n in packed):
+        if any(_features(self.linears[names[n]])[1] != 3 * heads * width or kv != heads for n in packed):
             return False
-        module = self.modules[path]
-        if any(True for _ in module.parameters(recurse=False)):
+        used = [names[n] for n in names if n in _QUERY | _KEY_VALUE | _PACKED | _BY_HEADS | _OUT]
+        inner = [p for p in self.modules if p.startswith(f"{path}.") and p not in used]
+        sizes = {p: [w.numel() for w in self.modules[p].parameters(recurse=False)] for p in inner}
+        if any(p in self.linears or any(size != width for size in sizes[p]) for p in inner):
             return False
-        inner = [p for p in self.modules if p.startswith(f"{path}.") and p not in self.linears]
-        for other in inner:
-            sizes = [p.numel() for p in self.modules[other].parameters(recurse=False)]
-            if any(size != width for size in sizes):
-                return False
-            if sizes:
-                self.plan.splits[other] = Split("sum")
+        self.plan.splits |= {p: Split("sum") for p in inner if sizes[p]}
         return True
 
     def _heads_of(self, path: str) -> tuple[int | None, int | None, int | None]:
@@ -318,10 +325,9 @@ class Planner:
         """Cut between heads; copy heads of keys and values if ranks outnumber them; adapt what counts heads."""
         splits, names = self.plan.splits, self._children(path)
         ours = [n for n in names if n in _QUERY | _PACKED | _BY_HEADS]
-        if not any(splits.get(names[n], Split("whole")).way == "column" and not splits[names[n]].whole for n in ours):
-            return
+        cut = any(names[n] in splits and splits[names[n]].way == "column" and not splits[names[n]].whole for n in ours)
         heads, kv, width = self._heads_of(path)
-        if heads is None or width is None:
+        if heads is None or width is None or not cut:
             return
         kv = kv or heads
         copied = kv < self.ways  # each rank computes all heads of keys and values, and goes on with one

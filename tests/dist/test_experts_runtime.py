@@ -19,6 +19,7 @@ from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.errors import UsageError
 from deepspeed.moe.exchange import through_experts
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.sharded_moe import TopKGate
 from deepspeed.tools.verify import ranks as processes
 from deepspeed.utils import groups
 from tests.dist.test_experts import ADAMW, DROPLESS, PREPARED, config_of
@@ -465,3 +466,12 @@ def test_the_first_line_counts_the_experts_of_all_ranks(pool2: RankPool) -> None
     numbers = [sum(p.numel() for p in model.parameters()) for model in (Stacked(), Layered(1))]
     for line, number in zip(pool2.run(said_at_start)[0], numbers, strict=True):
         assert f"{number:,} parameters in" in line
+
+
+def test_a_gate_computes_in_fp32_under_autocast() -> None:
+    torch.manual_seed(0)
+    gate, tokens = TopKGate(HIDDEN, 8, k=2, top2_2nd_expert_sampling=False), torch.randn(256, HIDDEN)
+    wanted = gate.route(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gate.route(tokens)
+    assert torch.equal(found.chosen, wanted.chosen) and torch.equal(found.weights, wanted.weights)

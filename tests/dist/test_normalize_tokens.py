@@ -16,7 +16,7 @@ from deepspeed.errors import PipelineError
 from deepspeed.pipe.engine import follow_config
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.tools.verify.grads import full_parameters
-from deepspeed.tools.verify.models import SEQUENCE, VOCABULARY, seeded
+from deepspeed.tools.verify.models import SEQUENCE, VOCABULARY, Tied, seeded
 from deepspeed.tools.verify.reference import clip_factor, gate_optimizer
 from deepspeed.tools.verify.training import Labelled
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
@@ -53,6 +53,14 @@ class Counted(Labelled):
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, num_items_in_batch: int = 1) -> Tensor:
         return super().forward(tokens, labels) / num_items_in_batch
+
+
+class Summed(Labelled):
+    """Returns the sum of the losses."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        assert labels is not None
+        return F.cross_entropy(Tied.forward(self, tokens).flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def plain(model: nn.Module, clip: float, *, world: int, shift: int = 0) -> dict[str, Tensor]:
@@ -153,6 +161,25 @@ def run_read(stage: int) -> tuple[float, float]:
 def test_gradients_that_are_read_before_the_step_are_the_mean_over_tokens(pool2: RankPool, stage: int) -> None:
     for read, written in pool2.run(run_read, stage):
         assert read < 1e-5 and written < 1e-6
+
+
+def run_parts() -> float:
+    """A rank has some tokens of each sequence, and as its loss their share of the mean over all."""
+    settings = {"gradient_accumulation_steps": MICROS, "normalize": "tokens", "sequence_parallel_size": 2}
+    engine = start(seeded(Summed)(), make_config(1, **settings))
+    part = slice(0, 3) if dist.get_rank() == 0 else slice(3, None)
+    for step, micro in itertools.product(range(STEPS), range(MICROS)):
+        tokens, labels = rows_of(step, micro, 0)
+        total = engine(tokens[:, part], labels=labels[:, part])
+        engine.backward(total / labels.ne(-100).sum().clamp(min=1))
+        engine.step()
+    error, _ = parameter_error(engine.module, plain(seeded(Labelled)(), 0.0, world=1))
+    engine.destroy()
+    return error
+
+
+def test_ranks_with_parts_of_a_sequence_count_the_tokens_of_all_of_it(pool2: RankPool) -> None:
+    assert max(pool2.run(run_parts)) <= 1e-6
 
 
 def run_fp16() -> tuple[float, int, float]:

@@ -1,5 +1,7 @@
 """What a client of a pipeline engine sees: evaluation, sources of data, places, parameters that several stages hold."""
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -164,6 +166,39 @@ def test_batches_of_other_sizes_train_as_one_process_whatever_comes_between_them
     expected = pipes.plain_run(pipes.layers(), micros=MICROS, data_ranks=ranks // 2)
     pool: RankPool = request.getfixturevalue(f"pool{ranks}")
     for found in pool.run(_between, level, schedule, str(tmp_path)):
+        assert pipes.worst(found, expected) <= 1e-6
+
+
+def _freeze(model: Any, step: int) -> None:
+    """What the first stage has stands still in the second batch."""
+    for name, param in model.named_parameters():
+        param.requires_grad_(step != 1 or name[0] not in "0123")
+
+
+def _frozen_between(level: int) -> Any:
+    module = PipelineModule(
+        pipes.layers(tied=False), num_stages=2, loss_fn=pipes.cross_entropy, partition_method="uniform"
+    )
+    engine = pipes.start(module, pipes.config(level, 4))
+
+    def data() -> Iterator[tuple[Tensor, Tensor]]:
+        for step, micro in itertools.product(range(4), range(4)):
+            _freeze(module, step)
+            yield pipes.micro_batch(step, micro, 0)
+
+    return pipes.trained(engine, data(), steps=4)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_stage_may_be_frozen_and_trained_again_between_batches(pool2: RankPool, level: int) -> None:
+    plain = pipes.Plain(pipes.layers(tied=False))
+
+    def batch(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
+        _freeze(plain, step)
+        return pipes.micro_batch(step, micro, rank)
+
+    expected = pipes.plain_run(plain, steps=4, batch=batch)
+    for found in pool2.run(_frozen_between, level):
         assert pipes.worst(found, expected) <= 1e-6
 
 

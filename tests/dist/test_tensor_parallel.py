@@ -15,13 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.comm.mesh.groups import plain_mesh
+from deepspeed.config.model.tensor_parallel import TensorParallelConfig
 from deepspeed.errors import NotYetError, UsageError
 from deepspeed.module_inject import layers
 from deepspeed.tensor.layers import SharedInput
+from deepspeed.tensor.splits import Planner
 from deepspeed.tools.verify.grads import scaled_error
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from tests.harness.beside import Beside
-from tests.harness.decoders import GPT2, Llama, batch, loss_of
+from tests.harness.decoders import GPT2, HEADS, WIDTH, Llama, LlamaAttention, attend, batch, loss_of
 from tests.harness.pool import RankPool
 from tests.harness.training import ADAMW, STAGES, start
 
@@ -51,6 +53,88 @@ UNEVEN: dict[str, Any] = {
 }
 
 
+class Hidden(LlamaAttention):
+    """The number of heads is under ``name``."""
+
+    def __init__(self, config: Any, name: str) -> None:
+        super().__init__(config)
+        del self.head_dim, self.q_norm, self.k_norm
+        self.name = name
+        setattr(self, name, HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = getattr(self, self.name)
+        q, k, v = (p(x) for p in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(attend(q.unflatten(-1, (heads, -1)), *(y.unflatten(-1, (heads // 2, -1)) for y in (k, v))))
+
+
+class Gated(LlamaAttention):
+    """A gate for each token beside the heads."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.gate = torch.nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(attend(self.q_norm(q), self.k_norm(k), v) * self.gate(x).sigmoid())
+
+
+class Memory(torch.nn.Module):
+    """A softmax between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.values = torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.values(self.keys(x).softmax(-1))
+
+
+class Adapter(torch.nn.Module):
+    """As PEFT wraps a layer."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A, self.lora_B = torch.nn.Linear(base.in_features, 2), torch.nn.Linear(2, base.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+def _with(**kinds: Any) -> Llama:
+    model = Llama(head_norms=True)
+    for layer in model.model.layers:
+        for name, kind in kinds.items():
+            setattr(layer, name, kind(model.config))
+    return model
+
+
+def _adapted(*names: str, planned: bool) -> Llama:
+    model = Llama(head_norms=True)
+    for path in [p for p, _ in model.named_modules() if p.endswith(names)]:
+        model.set_submodule(path, Adapter(model.get_submodule(path)))
+    if planned:
+        ways = dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), "replicated_with_grad_allreduce")
+        ways |= dict.fromkeys([f"self_attn.{n}_proj" for n in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"], "colwise")
+        ways |= dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), "rowwise")
+        model._tp_plan = {f"model.layers.*.{name}": way for name, way in ways.items()}
+    return model
+
+
+WHOLE_BETWEEN: dict[str, Any] = {
+    "heads that nothing counts": lambda: _with(self_attn=lambda config: Hidden(config, "h")),
+    "heads that are called so": lambda: _with(self_attn=lambda config: Hidden(config, "heads")),
+    "a gate beside the heads": lambda: _with(self_attn=Gated),
+    "a softmax between two layers": lambda: _with(mlp=lambda _: Memory()),
+    "adapters on keys and values, by a plan": lambda: _adapted("k_proj", "v_proj", planned=True),
+    "adapters on queries and gates, by a plan": lambda: _adapted("q_proj", "gate_proj", planned=True),
+    "adapters on keys and gates, by names": lambda: _adapted("k_proj", "gate_proj", planned=False),
+}
+ALL = MODELS | UNEVEN | WHOLE_BETWEEN
+
+
 def config(stage: int, ways: int = 2, **changes: Any) -> dict[str, Any]:
     zero = {"stage": stage, "param_persistence_threshold": 20, "reduce_bucket_size": 400, **changes.pop("zero", {})}
     block = {"autotp_size": ways, **changes.pop("tensor_parallel", {})}
@@ -70,7 +154,7 @@ def _masters(engine: Any, plain: dict[str, Any]) -> float:
 
 def beside_plain(engine: Any, name: str, *, steps: int = 2) -> Beside:
     """Train beside one process that sees the batches of all ranks; return the largest errors, those of moments too."""
-    plain, data = (MODELS | UNEVEN)[name](), engine.mesh.data
+    plain, data = ALL[name](), engine.mesh.data
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW["params"])  # type: ignore[arg-type]
     worst = Beside(engine, plain, optimizer)
     for step in range(steps):
@@ -92,7 +176,7 @@ def beside_plain(engine: Any, name: str, *, steps: int = 2) -> Beside:
 
 def train(name: str, settings: dict[str, Any]) -> Beside:
     """Errors of a model in parts, which is whole again at the end."""
-    model = (MODELS | UNEVEN)[name]()
+    model = ALL[name]()
     names = list(dict(model.named_parameters()))
     engine = start(model, settings)
     assert list(dict(engine.module.named_parameters())) == names
@@ -114,6 +198,25 @@ def test_two_ways_of_two_ranks_train_as_one_process(pool4: RankPool, name: str, 
 def test_norms_on_parts_of_the_sequence_change_nothing(pool4: RankPool, name: str) -> None:
     for errors in pool4.run(train, name, config(2, tensor_parallel={"sequence_parallel_norms": True})):
         assert max(errors.values()) < 1e-6, errors
+
+
+def _whole_between() -> dict[str, dict[str, float]]:
+    return {name: dict(train(name, config(1))) for name in WHOLE_BETWEEN}
+
+
+def test_layers_whose_parts_cannot_be_computed_apart_train_as_one_process(pool2: RankPool) -> None:
+    for found in pool2.run(_whole_between):
+        assert not {name: errors for name, errors in found.items() if max(errors.values()) >= 1e-6}
+
+
+@pytest.mark.parametrize("between", [torch.nn.GELU(), torch.nn.Softmax(-1)])
+def test_two_layers_of_other_names_are_gathered_unless_each_feature_stands_alone(between: torch.nn.Module) -> None:
+    inner = torch.nn.Sequential(torch.nn.Linear(4, 8), between, torch.nn.Linear(8, 4))
+    splits = Planner(torch.nn.Sequential(inner), TensorParallelConfig(), 2).make().splits
+    assert [(split.way, split.whole) for split in splits.values()] == [
+        ("column", isinstance(between, torch.nn.Softmax)),
+        ("row", isinstance(between, torch.nn.Softmax)),
+    ]
 
 
 def _differently_built() -> float:
@@ -268,7 +371,7 @@ def test_whole_values_come_and_go_where_layers_are_in_parts(pool4: RankPool, sta
 def _save(name: str, stage: int, ways: int, folder: str) -> tuple[str, float]:
     """Train a step and half a window, save; the state's digest and the loss of the next step."""
     settings = config(stage, ways, gradient_accumulation_steps=2)
-    engine = start((MODELS | UNEVEN)[name](), settings)
+    engine = start(ALL[name](), settings)
     for step in range(3):
         engine.backward(loss_of(engine, batch(step, 0)))
         engine.step()
@@ -296,7 +399,7 @@ def _digest(engine: Any) -> str:
 
 def _load(name: str, stage: int, ways: int, folder: str) -> tuple[str, float]:
     settings = config(stage, ways, gradient_accumulation_steps=2)
-    engine = start((MODELS | UNEVEN)[name](), settings)
+    engine = start(ALL[name](), settings)
     with torch.no_grad(), deepspeed.zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
         for param in engine.module.parameters():
             param.zero_()
@@ -445,6 +548,9 @@ def _layers_by_hand() -> list[float]:
     column, row = layers.LinearLayer(up, group), layers.LinearAllreduce(down, group)
     words = layers.VocabParallelEmbedding(table, group)
     found = row(torch.tanh(column(words(ids))))
+    for odd in (-1, 7):
+        with pytest.raises(IndexError):
+            words(torch.tensor([0, odd]))
     shapes = [tuple(column.weight.shape), tuple(row.weight.shape), tuple(words.weight.shape)]
     assert shapes == [[(5, 6), (6, 5), (4, 6)], [(4, 6), (6, 4), (3, 6)]][dist.get_rank()]
     with layers.GatherReplacedLayerParams(column.weight, column):

@@ -1,5 +1,6 @@
 """Cross-entropy over parts of words and of a sequence equals that of one process, gradients too."""
 
+import math
 from typing import Any
 
 import pytest
@@ -117,3 +118,16 @@ def test_losses_of_a_whole_sequence_and_of_a_model(pool2: Any) -> None:
 def test_words_that_do_not_fit_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         vocab_parallel_cross_entropy(torch.randn(3, 13), torch.zeros(3, dtype=torch.long), **options)
+
+
+def _of_no_word() -> tuple[list[float], list[bool]]:
+    part = torch.zeros(3, 5, requires_grad=True)
+    losses = vocab_parallel_cross_entropy(part, torch.tensor([10, 3, -100]), dist.group.WORLD, reduction="none")
+    losses.sum().backward()
+    assert part.grad is not None
+    return losses.tolist(), part.grad.isnan().any(1).tolist()
+
+
+def test_the_loss_of_a_label_that_is_no_word_is_no_number_and_its_gradient_neither(pool2: Any) -> None:
+    for losses, spoilt in pool2.run(_of_no_word):
+        assert losses == pytest.approx([math.nan, math.log(10), 0.0], nan_ok=True) and spoilt == [True, False, False]

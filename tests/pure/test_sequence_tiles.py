@@ -18,7 +18,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import (
 )
 from deepspeed.sequence.tiling import logits
 from deepspeed.sequence.tiling.logits import LazyHead, LazyLogits
-from deepspeed.sequence.tiling.memory import save_memory
+from deepspeed.sequence.tiling.memory import _TiledForward, save_memory
 
 
 class _Mlp(nn.Module):
@@ -218,6 +218,8 @@ def test_lazy_logits_are_logits(monkeypatch: Any) -> None:
         torch.cat([words, whole]), torch.cat([whole, whole])
     )
     assert words._whole is not None
+    assert torch.equal(head(hidden).argmax(axis=-1), whole.argmax(-1))
+    assert torch.equal(head(hidden).split(split_size=1)[1], whole[1:])
     words.zero_()
     assert not words.any()
     with torch.no_grad():
@@ -266,3 +268,22 @@ def test_norms_are_computed_in_tiles_with_the_mlps() -> None:
         found = _gradients(model(x).square().sum(), *of)
     assert rows == [3, 3, 3] * 2 and _error(found, wanted) < 1e-6
     assert "forward" not in vars(model.norm)
+
+
+class _Stacked(nn.Module):
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.up, self.down = nn.Parameter(torch.zeros(experts, 32, 8)), nn.Parameter(torch.zeros(experts, 8, 32))
+
+
+def test_experts_that_ranks_divide_get_the_tiles_of_what_one_of_them_computes(monkeypatch: Any) -> None:
+    monkeypatch.setattr(logits, "TILE_BYTES", 1000)
+    tokens, choices = torch.zeros(40, 8), torch.zeros(40, 1)
+    module = _Stacked(8)
+    forward = _TiledForward(module, "auto", [])
+    tiles = forward._number(tokens, choices, choices)
+    module.num_experts = 1
+    for param in module.parameters():
+        param.data = param.data[:1]
+    assert forward._number(tokens, choices, choices) == tiles > 8

@@ -268,16 +268,16 @@ def _indexed(logits: LazyLogits, func: Any, index: Any) -> Any:
     return logits._like(logits._hidden[index])
 
 
-def _split(logits: LazyLogits, func: Any, size: Any, dim: int = 0) -> Any:
+def _split(logits: LazyLogits, func: Any, size: Any = None, dim: int = 0, **other: Any) -> Any:
     """Cut into rows."""
-    if dim % logits.dim() == logits.dim() - 1:
+    if other or dim % logits.dim() == logits.dim() - 1:
         return NotImplemented
     return tuple(logits._like(part) for part in logits._hidden.split(size, dim % logits.dim()))
 
 
-def _argmax(logits: LazyLogits, func: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+def _argmax(logits: LazyLogits, func: Any, dim: int | None = None, keepdim: bool = False, **other: Any) -> Any:
     """Choose the likeliest words, in tiles."""
-    if dim is None or dim % logits.dim() != logits.dim() - 1:
+    if other or dim is None or dim % logits.dim() != logits.dim() - 1:
         return NotImplemented
     flat = logits._hidden.detach().reshape(-1, logits._hidden.shape[-1])
     tiles = pieces(len(flat), LazyHead.tiles(len(flat), logits.shape[-1], flat.device))

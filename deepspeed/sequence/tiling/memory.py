@@ -86,7 +86,6 @@ class _TiledForward:
     def __init__(self, module: nn.Module, tiles: int | str, logged: list[int]) -> None:
         self._module, self._tiles, self._logged = module, tiles, logged
         self.forward: Callable[..., torch.Tensor] = module.forward
-        self._experts = stacked_experts(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module in tiles of its tensors, where they all are of the same tokens."""
@@ -105,8 +104,8 @@ class _TiledForward:
             return self._tiles
         size = sum(p.numel() for p in self._module.parameters() if p.dim() > 1) / hidden.shape[-1]
         size = size or 3 * hidden.shape[-1]  # of a norm: in fp32, and a narrow one
-        if self._experts:
-            size *= (more[0].shape[-1] if more else 1) / self._experts
+        if experts := stacked_experts(self._module):  # of this rank, whose parameters these are
+            size *= (more[0].shape[-1] if more else 1) / experts
         # once for the values, once for their gradients
         nbytes = 2 * size * hidden.element_size() * hidden.numel() / hidden.shape[-1]
         tiles = math.ceil(nbytes / tile_bytes(hidden.device))
