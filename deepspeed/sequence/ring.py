@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from deepspeed.comm.collectives import AxisGroup, Collective
 from deepspeed.comm.row_exchange import start_shift
@@ -46,8 +47,11 @@ class RingBlock:
         self.is_empty = none or (mask.window is not None and nearest >= mask.window)  # no query sees any key
 
     def _fused(self, q: torch.Tensor) -> bool:
-        """Return whether a kernel of torch computes the block."""
-        return self._plain and q.device.type != "cpu" and q.element_size() == 2
+        """Return whether the flash kernel of torch computes the block: called by itself it pads no width of heads."""
+        fits = self._plain and q.element_size() == 2 and q.shape[-1] in range(8, 257, 8)
+        if fits and q.device.type == "cuda":  # which not every GPU and not every build of torch has
+            return can_use_flash_attention(SDPAParams(q, q, q, None, 0.0, self.is_diagonal, False))  # noqa: FBT003
+        return fits and q.device.type != "cpu"
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return outputs [b, h, n, d] and log-sum-exps [b, h, n] in fp32."""
@@ -69,7 +73,7 @@ class RingBlock:
         q, k, v = tensors
         if self._fused(q):
             none, seed = q.new_empty(0, dtype=torch.int32), q.new_zeros(2, dtype=torch.uint64)
-            sizes = (none, none, q.shape[2], k.shape[2])
+            sizes = (None, None, q.shape[2], k.shape[2])  # any bounds, even none, would say that sequences are packed
             parts: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_flash_attention_backward(
                 grad, q, k, v, out, total, *sizes, 0.0, self.is_diagonal, seed, none, scale=self._scale
             )
