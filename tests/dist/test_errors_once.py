@@ -21,6 +21,7 @@ from deepspeed.comm.hang.explain import RankReport
 from deepspeed.comm.init import free_port
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from tests.harness.launched import RUNNER, environment
+from tests.harness.patience import too_long
 from tests.harness.warm import RANKS, Warm
 
 pytestmark = pytest.mark.timeout(300)
@@ -163,7 +164,7 @@ def test_the_error_of_a_rank_that_has_failed_comes_without_advice_about_batches(
 
 def test_a_rank_whose_store_ended_with_the_first_says_its_error_itself_and_at_once() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=3))
+    store = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=100))
     this = {"is_initialized": True, "get_backend": "gloo", "get_rank": 1}
     functions = {name: mock.Mock(return_value=value) for name, value in this.items()}
     with mock.patch.multiple(dist, **functions), mock.patch.object(faults, "_FIRST_S", 0.1):
@@ -177,7 +178,7 @@ def test_a_rank_whose_store_ended_with_the_first_says_its_error_itself_and_at_on
             del server
             begun = time.monotonic()
             assert _speaks(UsageError("later"))
-            assert time.monotonic() - begun < 2
+            assert not too_long(begun, 20)
 
 
 def test_an_error_inside_a_users_finally_comes_with_the_one_that_led_there(

@@ -21,7 +21,7 @@ from deepspeed.utils import groups
 from tests.harness.beside import Beside
 from tests.harness.faults import modules_replaced
 from tests.harness.logs import logged
-from tests.harness.pool import RankFailure, RankPool
+from tests.harness.pool import PatientPool, RankFailure, RankPool
 from tests.harness.sequences import ROWS, WORDS, batch_of, decoder, stand_in
 from tests.harness.training import make_config, outcome, start
 
@@ -468,7 +468,7 @@ def _dies() -> None:
 
 
 def test_a_rank_that_dies_between_exchanges_ends_the_waits_of_the_others() -> None:
-    with RankPool(2) as pool, pytest.raises(RankFailure) as caught:
+    with PatientPool(2) as pool, pytest.raises(RankFailure) as caught:
         pool.run(_dies, time_limit=60)
     text = str(caught.value)
     assert "rank 0: finished" in text and "rank 1: died" in text, text
