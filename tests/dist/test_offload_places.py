@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.accelerator.device import Accelerator
-from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.monitor.log import warning_once
 from deepspeed.tier import aio, drive
 from deepspeed.tier.arena import Arena
@@ -322,33 +321,3 @@ def refused_by_the_limit(folder: str) -> list[str]:
 def test_a_limit_that_cannot_be_kept(pool1: RankPool, tmp_path: Path) -> None:
     check(pool1.run(refused_by_the_limit, str(tmp_path)))
     assert list(tmp_path.iterdir()) == []
-
-
-def tight_limits(folder: str) -> list[str]:
-    """The limit decides whether gradients rest in memory or on the drive; the bits do not change."""
-    case, bad = CASES["wide"](), []
-    wanted = train(Plan(steps=3), Variant())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero_build.hostmem, "rss_bytes", lambda: 0)
-        probe = engine_for("tiles", folder)
-        need = probe.memory_plan().host
-        probe.destroy()
-        for limit, there in ((need, False), (need - 1, True)):
-            try:
-                engine = engine_for("tiles", folder, memory={"host_limit": limit})
-            except DeepSpeedConfigError as error:
-                # with shards this small, buffers of three whole gradients may be more than the gradients
-                bad += [] if there else [str(error)]
-                continue
-            on_drive = any(u.plan.grad.tier.value == "nvme" for u in engine.runtime.units if u.trainable)
-            if on_drive != there or engine.memory_plan().host > limit:
-                bad.append(f"limit {limit}: gradients on the drive {on_drive}, planned {engine.memory_plan().host}")
-            for step in range(3):
-                train_step(engine, case, step)
-            bad += differs_from(wanted, engine)
-            engine.destroy()
-    return bad
-
-
-def test_a_tight_limit_moves_gradients(pool1: RankPool, tmp_path: Path) -> None:
-    check(pool1.run(tight_limits, str(tmp_path)))
