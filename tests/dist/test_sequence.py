@@ -108,11 +108,9 @@ CELLS: dict[str, tuple[Any, ...]] = {
     "sp 2, stage 0": (2, 0, "plain", {}),
     "sp 2, stage 1, beside data parallelism": (2, 1, "odd", GROUPED),
     "sp 2, stage 2, packed": (2, 2, "packed", {}),
-    "sp 2, stage 3, padded": (2, 3, "padded left", GROUPED),
     "sp 4, stage 0, packed, heads of keys on several ranks": (4, 0, "packed", GROUPED),
     "sp 4, stage 1, odd length, heads that ranks do not divide": (4, 1, "odd", UNEVEN),
     "sp 4, stage 2, padded": (4, 2, "padded", BOTH),
-    "sp 4, stage 3": (4, 3, "plain", UNEVEN),
     "a sequence shorter than its ranks": (4, 3, "short", {}),
     "targets on one rank only": (4, 2, "no targets", {}),
     "a window": (2, 2, "odd", {"window": 5}),
@@ -142,9 +140,7 @@ CELLS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-# By a window in packed rows, the other padded cells, the other penalties, states on a drive.
-SHOWN_BY_OTHERS = {"sp 4, stage 3", "sp 2, stage 3, padded", "a penalty that the client adds"}
-SHOWN_BY_OTHERS |= {"optimizer in host memory"}
+SHOWN_BY_OTHERS = {"a penalty that the client adds", "optimizer in host memory"}  # other penalties; states on a drive
 
 
 @pytest.mark.in_make_test(*(CELLS.keys() - SHOWN_BY_OTHERS))
