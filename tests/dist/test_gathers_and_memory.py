@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from deepspeed.tools.verify.models import case_named
-from deepspeed.zero import gradients
+from deepspeed.zero.gradients import reduce_over_axes
 from deepspeed.zero.unit import Unit, UnitState
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
@@ -73,13 +73,13 @@ def _evaluate(engine: Any) -> None:
 
 def reductions_in_flight(overlap: bool) -> int:  # noqa: FBT001
     """The most at once in the backward of seven units."""
-    engine, real, under_way = _engine(zero={"overlap_comm": overlap}), gradients.reduce_over_axes, list[int]()
+    engine, under_way = _engine(zero={"overlap_comm": overlap}), list[int]()
 
     def reduce(*args: Any, **words: Any) -> Any:
         under_way.append(len(engine.runtime.gradients._flying) + 1)
-        return real(*args, **words)
+        return reduce_over_axes(*args, **words)
 
-    with patch.object(gradients, "reduce_over_axes", reduce):
+    with patch("deepspeed.zero.gradients.reduce_over_axes", reduce):
         _train(engine, 0)
     engine.destroy()
     return max(under_way)
