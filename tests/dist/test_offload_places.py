@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -51,26 +52,24 @@ ROOT = Path(__file__).resolve().parents[2]
 # -- paths ---------------------------------------------------------------------------------------------------------
 
 
-def refused_paths(folder: str) -> list[str]:
+def refused_paths() -> list[str]:
     """What is said of a path with a tilde, and of a folder that this user may not write."""
-    locked = Path(folder) / "locked"
-    locked.mkdir(mode=0o000)
     told = [outcome(lambda: engine_for("optim nvme", "~/drive"))]
-    if os.geteuid() == 0:
-        os.seteuid(65534)
-    try:
-        told.append(outcome(lambda: engine_for("optim nvme", str(locked))))
-    finally:
-        if os.getuid() == 0:
-            os.seteuid(0)
+    with tempfile.TemporaryDirectory() as locked:  # unlike pytest's folders, whose parents are closed to other users
+        os.chmod(locked, 0o000)
+        if os.geteuid() == 0:
+            os.seteuid(65534)
+        try:
+            told.append(outcome(lambda: engine_for("optim nvme", locked)))
+        finally:
+            if os.getuid() == 0:
+                os.seteuid(0)
     return told
 
 
-def test_a_path_that_cannot_be_used_is_a_sentence(pool1: RankPool, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_used_is_a_sentence(pool1: RankPool) -> None:
     """Of others tests/ops/test_staging_and_stored.py has it, of a drive that is not mounted test_bad_input.py."""
-    for folder in (tmp_path, *tmp_path.parents[:3]):
-        folder.chmod(0o755)
-    (told,) = pool1.run(refused_paths, str(tmp_path))
+    (told,) = pool1.run(refused_paths)
     assert all("UsageError" in said and "nvme_path" in said for said in told), told
     assert "write the whole path" in told[0] and "may write" in told[1], told
 
