@@ -57,6 +57,12 @@ def pool4() -> Iterator[RankPool]:
     yield from _pool(4)
 
 
+@pytest.fixture(scope="module")
+def pool8() -> Iterator[RankPool]:
+    """Eight ranks, which do not stay for the tests of other files."""
+    yield from _pool(8)
+
+
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     """Launchers and scripts that start at once."""

@@ -12,10 +12,6 @@ script. A folder per case: ``saved/`` as the reference wrote it (less its script
 """
 
 import json
-import os
-import shutil
-import socket
-import subprocess
 import sys
 import tarfile
 from argparse import Namespace
@@ -24,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from make_reference_parts import run_case
 
 TAG = "global_step3"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -262,69 +259,11 @@ def write_facts(engine: Any, case: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(facts, default=lambda v: v.item(), indent=1))
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def write_case(name: str, case: dict[str, Any], out: Path) -> None:
-    """Start the ranks, convert where asked to, and drop the scripts that the reference puts beside its files."""
-    folder = out / name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    common = {
-        "WORLD_SIZE": str(case["ranks"]),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = []
-    for rank in range(case["ranks"]):
-        env = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"}
-        with (folder / f"log{rank}").open("w") as log:
-            call = [sys.executable, __file__, "--worker", json.dumps(case), str(folder)]
-            ranks.append(subprocess.Popen(call, env=env, stdout=log, stderr=log))
-    try:
-        codes = [process.wait(timeout=180) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    if any(codes):
-        raise SystemExit(
-            f"{name}: {codes}\n"
-            + (folder / f"log{codes.index(max(codes, key=abs))}").read_text().strip().splitlines()[-1]
-        )
-    if case.get("universal"):
-        pair = [
-            "--input_folder",
-            str(folder / "saved" / TAG),
-            "--output_folder",
-            str(folder / "saved" / f"{TAG}_universal"),
-        ]
-        call = [
-            sys.executable,
-            "-m",
-            "deepspeed.checkpoint.ds_to_universal",
-            *pair,
-            "--num_extract_workers",
-            "1",
-            "--num_merge_workers",
-            "1",
-        ]
-        done = subprocess.run(
-            call, capture_output=True, text=True, timeout=180, env={**os.environ, "DS_ACCELERATOR": "cpu"}
-        )
-        if done.returncode:
-            raise SystemExit(f"{name}: {done.stdout[-1500:]}{done.stderr[-1500:]}")
-    for script in (*folder.glob("saved/*.py"), *folder.glob("log*")):
-        script.unlink()
-
-
 def main(out: Path, names: list[str]) -> None:
     chosen = {n: c for n, c in cases().items() if not names or n in names}
     for name, case in chosen.items():
-        write_case(name, case, out)
+        universal = bool(case.get("universal"))
+        run_case(out / name, case["ranks"], json.dumps(case), script=__file__, tag=TAG, universal=universal)
         sys.stdout.write(f"{name}\n")
         sys.stdout.flush()
     with tarfile.open(out / "reference_checkpoints.tar.xz", "w:xz", preset=9) as archive:

@@ -4,8 +4,8 @@ Experts of ``MoE`` layers and of AutoEP, stages of pipelines, tensor-parallel ra
 ``make_reference_checkpoints.py``, whose folders these are: ``saved/`` and ``expected.npz``, values of the live engine.
 """
 
-import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -283,36 +283,46 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def write_case(name: str, out: Path) -> None:
-    folder, ranks = out / name, int(name.split("_")[3][1:])
+def run_case(folder: Path, ranks: int, worker: str, *, script: str, tag: str, universal: bool) -> None:
+    """Start the ranks, convert where asked to, and drop the scripts that the reference puts beside its files.
+
+    A rank is ``script --worker WORKER FOLDER``.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     started_ranks = []
     for rank in range(ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with (folder / f"log{rank}").open("w") as log:
-            call = [sys.executable, __file__, "--worker", name, str(folder)]
-            started_ranks.append(subprocess.Popen(call, env={**os.environ, **common, **own}, stdout=log, stderr=log))
+            call = [sys.executable, script, "--worker", worker, str(folder)]
+            started_ranks.append(subprocess.Popen(call, env=env, stdout=log, stderr=log))
     try:
         codes = [process.wait(timeout=240) for process in started_ranks]
     finally:
         for process in started_ranks:
             process.kill()
     if any(codes):
-        raise SystemExit(f"{name}: {json.dumps(codes)}\n" + (folder / "log0").read_text()[-3000:])
-    if CASES[name].get("universal"):
-        at = str(folder / "saved" / "global_step2")
+        worst = folder / f"log{codes.index(max(codes, key=abs))}"
+        raise SystemExit(f"{folder.name}: {codes}\n" + worst.read_text()[-3000:])
+    if universal:
+        at = str(folder / "saved" / tag)
         pair = ["--input_folder", at, "--output_folder", f"{at}_universal"]
         workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
         call = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *pair, *workers]
-        subprocess.run(call, check=True, timeout=180, env={**os.environ, "DS_ACCELERATOR": "cpu"})
-    for script in (*folder.glob("saved/*.py"), *folder.glob("log*")):
-        script.unlink()
+        env = {**os.environ, "DS_ACCELERATOR": "cpu"}
+        done = subprocess.run(call, capture_output=True, text=True, timeout=180, env=env)
+        if done.returncode:
+            raise SystemExit(f"{folder.name}: {done.stdout[-1500:]}{done.stderr[-1500:]}")
+    for left in (*folder.glob("saved/*.py"), *folder.glob("log*")):
+        left.unlink()
 
 
 def main(out: Path, names: list[str]) -> None:
     for name in [n for n in CASES if not names or n in names]:
-        write_case(name, out)
+        universal, ranks = bool(CASES[name].get("universal")), int(name.split("_")[3][1:])
+        run_case(out / name, ranks, name, script=__file__, tag="global_step2", universal=universal)
         sys.stdout.write(f"{name}\n")
         sys.stdout.flush()
     with tarfile.open(out / "reference_parts.tar.xz", "w:xz", preset=9) as archive:

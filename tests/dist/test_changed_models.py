@@ -18,6 +18,7 @@ import deepspeed
 from deepspeed.tools.verify.grads import full_parameters, scaled_error
 from deepspeed.tools.verify.models import MicroBatch, case_named, regression_batch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from tests.harness.faults import raise_planted
 from tests.harness.lockstep import equal
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
@@ -232,10 +233,6 @@ def test_writing_into_shards_is_refused_with_the_context_that_can(pool2: RankPoo
         assert "GatheredParameters" in said and "modifier_rank" in said and "weight" in said
 
 
-def _fail(*_: Any) -> None:
-    raise ZeroDivisionError
-
-
 def train_first_block(*models: Any, on: bool) -> None:
     for model in models:
         for name, param in model.named_parameters():
@@ -248,7 +245,7 @@ def frozen_behind_a_failure(stage: int) -> list[float]:
     engine, plain, errors = engine_of(stage), Plain(), list[float]()
     for number in range(6):
         if number == 2:
-            handle = engine.module.head.register_forward_pre_hook(_fail)
+            handle = engine.module.head.register_forward_pre_hook(raise_planted)
             with contextlib.suppress(ZeroDivisionError):
                 engine(regression_batch(here(number))[0])
             handle.remove()

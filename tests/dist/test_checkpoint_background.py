@@ -340,9 +340,9 @@ def test_a_signal_during_a_background_save_leaves_a_whole_checkpoint(
         assert len(left) == 1 and not left[0].exists()
 
 
-def stall_of_a_failure_elsewhere(folder: str) -> float:
+def fails_elsewhere(folder: str) -> None:
     torch.manual_seed(3)
-    config = make_config(2, checkpoint={"async": True, "rate_limit": "256KiB"})
+    config = make_config(2, checkpoint={"async": True, "rate_limit": "16KiB"})
     engine = start(torch.nn.Linear(1024, 1024), config)
     engine.backward(engine(torch.ones(2, 1024)).sum())
     engine.step()
@@ -356,15 +356,12 @@ def stall_of_a_failure_elsewhere(folder: str) -> float:
     with mock.patch.object(RankFile, "write", write):
         engine.save_checkpoint(folder)
         time.sleep(0.3)
-        begun = time.monotonic()
         with pytest.raises(CheckpointError, match="rank 1"):
             engine.wait_for_checkpoint()
-    return time.monotonic() - begun
 
 
 def test_a_failure_elsewhere_is_not_waited_for_at_the_rate_limit(pool2: RankPool, tmp_path: Path) -> None:
-    waited = max(pool2.run(stall_of_a_failure_elsewhere, str(tmp_path), time_limit=60))
-    assert waited < 12.0, "at the rate limit about 24"
+    pool2.run(fails_elsewhere, str(tmp_path), time_limit=60)  # at the rate limit a save takes more than six minutes
     assert not list(tmp_path.iterdir())
 
 

@@ -179,9 +179,9 @@ def test_a_crash_loop_ends_with_the_first_error(tmp_path: Path, warm: Warm) -> N
 def test_a_job_has_saved_as_soon_as_one_rank_has(tmp_path: Path, warm: Warm) -> None:
     """Another may have failed a moment before: it was too late, or its end went wrong."""
     job = Started(tmp_path, warm.python, "--num_gpus", "2")
-    job.round(0, 2)
+    pid = job.round(0, 2)[1]
     job.end(0, 1, 128 + signal.SIGTERM)
-    time.sleep(0.3)
+    job.until(lambda: not Path(f"/proc/{pid}/cmdline").read_bytes(), "the end of rank 1")  # it stays a zombie
     job.end(0, 0, 200)
     status, text = job.finish()
     assert status == 200 and "a checkpoint was saved" in text and "starting again" not in text

@@ -21,6 +21,7 @@ from deepspeed.comm.hang.explain import RankReport
 from deepspeed.comm.init import free_port
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from tests.harness.launched import RUNNER, environment
+from tests.harness.patience import too_long
 from tests.harness.warm import RANKS, Warm
 
 pytestmark = pytest.mark.timeout(300)
@@ -47,8 +48,6 @@ def main(fault):
         engine.step()
     if fault == "order":
         engine.step()
-    if fault == "ordinary":
-        raise ValueError("of the user's")
     if fault == "ctrl-c":
         engine.module.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
     for step in range(5 if fault == "ends" else 1):
@@ -120,19 +119,13 @@ def test_with_the_log_at_debug_every_rank_shows_every_frame(tmp_path: Path, warm
     assert err.count(FAULTS["key"]) >= 3 and "initialize.py" in err, "each rank, and the launcher"
 
 
-@pytest.mark.exhaustive  # test_launcher_hosts.py has it over two hosts
-def test_an_ordinary_error_ends_a_job_with_its_traceback_last(tmp_path: Path, warm: Warm) -> None:
-    err = _ended(tmp_path, warm.python, "ordinary")
-    assert err.rstrip().endswith("ValueError: of the user's") and "Its traceback" in err, err
-
-
 def test_a_rank_that_is_told_of_anothers_error_shows_the_users_lines_alone(tmp_path: Path, warm: Warm) -> None:
     err = _ended(tmp_path, warm.python, "told")
     told = [line for line in err.splitlines() if line.startswith("[rank0]:")]
     said = r"RuntimeError: (addmm: )?mat1"  # the prefix since torch 2.15
     assert re.search(r"RankFailedError: rank 1 failed \(step 0, forward\): " + said, told[-1]), err
     assert not any("deepspeed/" in line for line in told[:-1]), err
-    assert "deepspeed: rank 1 " in err and re.match(said, err.rstrip().splitlines()[-1]), err
+    assert "deepspeed: rank 1 " in err and "Its traceback" in err and re.match(said, err.rstrip().splitlines()[-1]), err
 
 
 @pytest.mark.exhaustive  # test_interrupts.py has it without a job
@@ -163,7 +156,7 @@ def test_the_error_of_a_rank_that_has_failed_comes_without_advice_about_batches(
 
 def test_a_rank_whose_store_ended_with_the_first_says_its_error_itself_and_at_once() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=3))
+    store = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=100))
     this = {"is_initialized": True, "get_backend": "gloo", "get_rank": 1}
     functions = {name: mock.Mock(return_value=value) for name, value in this.items()}
     with mock.patch.multiple(dist, **functions), mock.patch.object(faults, "_FIRST_S", 0.1):
@@ -177,7 +170,7 @@ def test_a_rank_whose_store_ended_with_the_first_says_its_error_itself_and_at_on
             del server
             begun = time.monotonic()
             assert _speaks(UsageError("later"))
-            assert time.monotonic() - begun < 2
+            assert not too_long(begun, 20)
 
 
 def test_an_error_inside_a_users_finally_comes_with_the_one_that_led_there(

@@ -110,10 +110,8 @@ def parity(
 
 CELLS: dict[str, tuple[Any, ...]] = {
     "stage 0, two ranks an expert, top-2": ("stacked", 2, 0, {}, {}, ""),
-    "stage 1, each rank its own, top-1": ("stacked", 4, 1, {"k": 1}, {}, ""),
     "stage 2, accumulation": ("stacked", 2, 2, {}, {"gradient_accumulation_steps": 2}, ""),
     "stage 3, top-8 of 16": ("stacked", 2, 3, {"experts": 16, "k": 8}, {}, ""),
-    "stage 3, each rank its own": ("stacked", 4, 3, {}, {}, ""),
     "stage 3, recomputed": ("stacked", 2, 3, {}, {}, "recomputed"),
     "ranks without tokens": ("stacked", 4, 3, {"k": 1}, {}, "skewed"),
     "ranks without tokens, stage 1": ("stacked", 4, 1, {}, {}, "skewed"),
@@ -141,9 +139,8 @@ CELLS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-SHOWN_BY_OTHERS = {"stage 3, each rank its own", "ranks without tokens, stage 1", "beside tensor parallelism"}
+SHOWN_BY_OTHERS = {"ranks without tokens, stage 1", "beside tensor parallelism"}
 SHOWN_BY_OTHERS |= {"neighbours hold the same experts", "layer, top-2 without capacity"}
-SHOWN_BY_OTHERS |= {"stage 1, each rank its own, top-1"}
 
 
 @pytest.mark.in_make_test(*(CELLS.keys() - SHOWN_BY_OTHERS))
@@ -154,19 +151,18 @@ def test_training_equals_one_process(pool4: Any, cell: str) -> None:
 
 
 def _covered(ep: int, stage: int, tier: str, k: int, path: str) -> dict[str, float]:
-    offload = {} if tier == "device" else {"offload_optimizer": {"device": tier, "nvme_path": path}}
-    if stage == 3 and offload:
+    offload = {"offload_optimizer": {"device": tier, "nvme_path": path}}
+    if stage == 3:
         offload["offload_param"] = {"device": tier, "nvme_path": path}
     return parity("stacked", ep, stage, {"k": k}, {"zero": offload}, "")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # test_experts_wide.py has those on the device
 @pytest.mark.parametrize("ep", [2, 4])
 def test_training_equals_one_process_in_every_cell(pool4: Any, ep: int, tmp_path: Path) -> None:
-    for stage, tier, k in itertools.product(range(4), ("device", "cpu", "nvme"), (1, 2, 8)):
-        if stage or tier == "device":
-            for errors in pool4.run(_covered, ep, stage, tier, k, str(tmp_path)):
-                assert max(errors.values()) <= 2e-6, (stage, tier, k, errors)
+    for stage, tier, k in itertools.product(range(1, 4), ("cpu", "nvme"), (1, 2, 8)):
+        for errors in pool4.run(_covered, ep, stage, tier, k, str(tmp_path)):
+            assert max(errors.values()) <= 2e-6, (stage, tier, k, errors)
 
 
 def _resumed(kind: str, before: tuple[int, int, int], after: tuple[int, int, int], folder: str) -> float:

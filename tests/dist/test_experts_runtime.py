@@ -26,7 +26,7 @@ from tests.dist.test_experts import ADAMW, DROPLESS, PREPARED, config_of
 from tests.dist.test_late_norm import late
 from tests.harness.experts import HIDDEN, Expert, Layered, Stacked, StackedLlama, tokens_of
 from tests.harness.logs import logged
-from tests.harness.pool import RankFailure, RankPool
+from tests.harness.pool import PatientPool, RankFailure, RankPool
 from tests.harness.training import outcome, start
 
 pytestmark = pytest.mark.timeout(180)
@@ -396,7 +396,7 @@ def test_a_rank_that_dies_inside_an_exchange_ends_all_with_its_name(
     monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
     monkeypatch.setattr(processes, "GRACE_SECONDS", 60)
-    with RankPool(4) as pool, pytest.raises(RankFailure) as caught:
+    with PatientPool(4) as pool, pytest.raises(RankFailure) as caught:
         pool.run(dies_in_an_exchange, 1, stage, time_limit=120)
     text = str(caught.value)
     assert text.count("RankFailedError") == 3 and text.count("rank 1 does not answer any more") == 3, text

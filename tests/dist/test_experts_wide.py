@@ -1,7 +1,6 @@
 """Experts over up to eight ranks: every layout equals one process, and sums in 16 bits are as good as on one rank."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,12 +21,6 @@ ROUTINGS: dict[str, dict[str, Any]] = {
     "top-8": {"experts": 16, "k": 8},
 }
 LIMITED = {**DROPLESS, "drop_tokens": True, "min_capacity": 2}
-
-
-@pytest.fixture(scope="module")
-def pool8() -> Iterator[RankPool]:
-    with RankPool(8) as pool:
-        yield pool
 
 
 @pytest.mark.exhaustive

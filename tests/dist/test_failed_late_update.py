@@ -31,6 +31,7 @@ from deepspeed.utils import (
 from deepspeed.zero import GatheredParameters
 from tests.dist.test_offload_delayed import DELAYED
 from tests.dist.test_update_behind import behind, held_back
+from tests.harness.faults import raise_planted
 from tests.harness.offload import CASES, CPU, started
 from tests.harness.pool import RankPool
 from tests.harness.training import here, outcome, train_step
@@ -104,17 +105,13 @@ WHOLE: dict[str, Callable[[Any], object]] = {
 END: dict[str, Callable[[Any], object]] = {"eval": lambda e: e.eval(), "destroy": lambda e: e.destroy()}
 
 
-def _raise(*_: Any) -> None:
-    raise ArithmeticError("planted")
-
-
 @contextlib.contextmanager
 def kernels_fail(engine: Any) -> Iterator[None]:
     """Inside, those of the thread behind the program do on the second rank."""
     cls = type(engine.basic_optimizer)
     update = cls._update_group
     if engine.global_rank == 1:
-        fails = lambda o, *a: _raise() if engine.runtime.worker.inside() else update(o, *a)  # noqa: E731
+        fails = lambda o, *a: raise_planted() if engine.runtime.worker.inside() else update(o, *a)  # noqa: E731
         with mock.patch.object(cls, "_update_group", fails):
             yield
     else:

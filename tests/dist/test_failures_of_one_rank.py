@@ -3,6 +3,7 @@ as if this one had not happened.
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from tests.dist.test_invariant_i8_errors import trained
 from tests.harness.cases import case_named
 from tests.harness.faults import Faults, InjectedFault, no_room
 from tests.harness.lockstep import equal, not_at_rest
+from tests.harness.logs import logged
 from tests.harness.patience import too_long
 from tests.harness.pool import PatientPool, RankPool
 from tests.harness.training import STAGES, here, make_config, start, train_step
@@ -319,10 +321,10 @@ def test_without_messages_a_rank_that_skips_alone_is_refused_and_named(pool2: Ra
     pool2.close(at_once=True)  # the ranks' engines wait for each other
 
 
-def _takes_one_micro_batch_more(stage: int) -> str:
-    """On one rank, where by prediction all step; what each rank raises."""
+def _takes_one_micro_batch_more(stage: int) -> tuple[str, list[str]]:
+    """On one rank, where by prediction all step; what each rank raises, and the errors that it logs."""
     case = case_named("plain")
-    with patch.multiple(failures, _LOUD_AFTER_S=0.2, _DOUBT_S=1.0):
+    with patch.multiple(failures, _LOUD_AFTER_S=0.2, _DOUBT_S=1.0), logged(logging.ERROR) as lines:
         engine = start(case.build(), make_config(stage, zero=ZERO))
         try:
             for step in range(STEADY + 3):
@@ -332,11 +334,11 @@ def _takes_one_micro_batch_more(stage: int) -> str:
         except (DivergenceError, RankFailedError) as error:
             with pytest.raises(UsageError, match="it cannot go on"):
                 case.seeded_loss(engine, here(0))
-            return f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}", lines
         finally:
             with contextlib.suppress(RuntimeError):  # its groups are closed
                 engine.destroy()
-    return ""
+    return "", lines
 
 
 @pytest.mark.in_make_test("3")
@@ -346,6 +348,7 @@ def test_a_micro_batch_that_only_one_rank_takes_where_all_step_by_prediction_end
 ) -> None:
     """No message reaches ranks that wait in the step, or in what follows it."""
     with PatientPool(2, time_limit=LIMIT) as ranks:
-        waits, asks = ranks.run(_takes_one_micro_batch_more, stage)
+        (waits, _), (asks, said) = ranks.run(_takes_one_micro_batch_more, stage)
     assert waits.startswith(f"RankFailedError: rank {FAILS} failed: step {STEADY}"), waits
     assert asks.startswith(f"DivergenceError: step {STEADY}") and "as many micro-batches a step" in asks
+    assert any("does what the others may not do" in line and "waits for the others" in line for line in said), said

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from deepspeed.tools.verify.models import case_named
+from deepspeed.zero.gradients import reduce_over_axes
 from deepspeed.zero.unit import Unit, UnitState
 from tests.harness.logs import logged
 from tests.harness.pool import RankPool
@@ -68,6 +69,27 @@ def _train(engine: Any, seed: int) -> None:
 def _evaluate(engine: Any) -> None:
     with torch.no_grad():
         engine(torch.zeros(2, 4, dtype=torch.long))
+
+
+def reductions_in_flight(overlap: bool) -> int:  # noqa: FBT001
+    """The most at once in the backward of seven units."""
+    engine, under_way = _engine(zero={"overlap_comm": overlap}), list[int]()
+
+    def reduce(*args: Any, **words: Any) -> Any:
+        under_way.append(len(engine.runtime.gradients._flying) + 1)
+        return reduce_over_axes(*args, **words)
+
+    with patch("deepspeed.zero.gradients.reduce_over_axes", reduce):
+        _train(engine, 0)
+    engine.destroy()
+    return max(under_way)
+
+
+@pytest.mark.parametrize(("overlap", "most"), [(True, 2), (False, 1)])
+def test_at_most_two_partial_sums_are_in_flight_and_one_without_overlap(
+    pool2: RankPool, *, overlap: bool, most: int
+) -> None:
+    assert pool2.run(reductions_in_flight, overlap) == [most] * 2
 
 
 def alternate() -> dict[str, Any]:

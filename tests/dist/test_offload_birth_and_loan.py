@@ -210,18 +210,6 @@ def test_the_gate_names_what_differs(capsys: pytest.CaptureFixture[str]) -> None
     assert "differs after step 1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--model", "no_such_module:build"], "no_such_module"),
-        (["--config", "/no/such/file.json"], "/no/such/file.json"),
-    ],
-)
-def test_the_gate_refuses_bad_input(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["offload", *arguments]) == 2
-    assert words in capsys.readouterr().err
-
-
 def test_a_difference_is_found_whatever_differs() -> None:
     base = [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
     assert first_difference(base, base) == ""

@@ -29,6 +29,7 @@ from deepspeed.utils import (
 from deepspeed.zero.update.speculative import EarlyUpdate
 from tests.dist.test_offload_parity import interrupted
 from tests.dist.test_update_behind import behind
+from tests.harness.faults import raise_planted
 from tests.harness.offload import CASES, CPU, PRECISION, Plan, Variant, differences, started, train
 from tests.harness.pool import RankPool
 from tests.harness.training import here, train_step
@@ -179,17 +180,13 @@ def _raising(engine: Any, case: Any) -> list[float]:
     losses = []
     for step in range(STEPS):
         if step == 3:
-            handle = engine.module.inp.weight.register_hook(_raise)
+            handle = engine.module.inp.weight.register_hook(raise_planted)
             (loss,) = case.seeded_loss(engine, here(step))
             with contextlib.suppress(ArithmeticError):
                 engine.backward(loss)
             handle.remove()
         losses += train_step(engine, case, step)
     return losses
-
-
-def _raise(*_: Any, **__: Any) -> None:
-    raise ArithmeticError("planted")
 
 
 # What a program does between backward and step otherwise, tests/fuzz draws.
@@ -216,7 +213,7 @@ def test_nor_where_somebody_meddles_before_the_step(pool1: RankPool, name: str, 
 
 def broken(stage: int) -> Any:
     """What differs where the kernel fails in the thread, beside some backwards."""
-    with mock.patch.object(AdamBase, "update_beside", _raise):
+    with mock.patch.object(AdamBase, "update_beside", raise_planted):
         return both(stage, "bf16", 1000.0)
 
 
@@ -230,7 +227,7 @@ def _one_raises(engine: Any, case: Any) -> list[float]:
     losses = []
     for step in range(STEPS):
         if step in (2, 3):
-            handle = engine.module.inp.weight.register_hook(_raise) if engine.global_rank else None
+            handle = engine.module.inp.weight.register_hook(raise_planted) if engine.global_rank else None
             (loss,) = case.seeded_loss(engine, here(step + 100))
             with contextlib.suppress(ArithmeticError, RankFailedError):
                 engine.backward(loss)
@@ -329,7 +326,7 @@ def test_a_save_before_the_step_has_the_old_states(pool1: RankPool, tmp_path: Pa
 
 def test_a_turn_that_was_never_taken_is_waited_for_when_why_is_forgotten() -> None:
     worker, events = Worker(torch.device("cpu")), []
-    turns = [worker.hand_over(_raise), worker.hand_over(_raise)]
+    turns = [worker.hand_over(raise_planted), worker.hand_over(raise_planted)]
     with pytest.raises(UsageError, match="planted"):
         turns[-1].wait()
     worker.forget()

@@ -328,9 +328,9 @@ def one_rank_fails_in_the_update(folder: str) -> list[str]:
     case, engine = CASES["wide"](), engine_for("tiles", folder)
     train_step(engine, case, 0)
     fails = {"side_effect": OSError(5, "the drive is gone")} if dist.get_rank() == 1 else {}
-    (states,) = engine._parts.tiers.drives
+    (states,), update = engine._parts.tiers.drives, engine.runtime.update
     with patch.object(states, "write", **fails) if fails else contextlib.nullcontext():
-        said = [outcome(lambda step=step: (train_step(engine, case, step), whole_step)) for step in (1, 2)]
+        said = [outcome(lambda step=step: (train_step(engine, case, step), update.wait())) for step in (1, 2)]
     outcome(engine.destroy)
     return said
 

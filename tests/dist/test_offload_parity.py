@@ -22,6 +22,7 @@ from deepspeed.utils import (
 from deepspeed.zero import GatheredParameters
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.update.staged import StagedUpdate
+from tests.harness.faults import raise_planted
 from tests.harness.offload import (
     ALL,
     CASES,
@@ -102,7 +103,7 @@ def interrupted(engine: Any, case: Case) -> list[float]:
     told = []
     for step in range(4):
         told += train_step(engine, case, step)
-        handle = engine.module.layers[1].register_forward_pre_hook(_fail)
+        handle = engine.module.layers[1].register_forward_pre_hook(raise_planted)
         with contextlib.suppress(ZeroDivisionError):
             case.seeded_loss(engine, here(step))
         handle.remove()
@@ -112,10 +113,6 @@ def interrupted(engine: Any, case: Case) -> list[float]:
         engine.step()
         told += [float(engine.was_step_applied())]
     return told
-
-
-def _fail(*_: object) -> None:
-    raise ZeroDivisionError
 
 
 @pytest.mark.in_make_test("3-interrupted")

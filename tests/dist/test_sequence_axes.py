@@ -2,7 +2,6 @@
 stage of ZeRO, schedule and tier.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,12 +29,6 @@ from tests.harness.training import outcome, start
 
 pytestmark = pytest.mark.timeout(240)
 WIDTH, TOLERANCE = 12, 2e-6
-
-
-@pytest.fixture(scope="module")
-def pool8() -> Iterator[RankPool]:
-    with PatientPool(8) as pool:
-        yield pool
 
 
 # -- pipeline stages --------------------------------------------------------------------------------------------------
@@ -316,7 +309,7 @@ def _alone(*, staged: bool) -> str:
 
 @pytest.mark.parametrize("staged", [True, False])
 def test_a_rank_that_fails_between_exchanges_ends_the_waits_of_all(*, staged: bool) -> None:
-    with RankPool(4) as pool:
+    with PatientPool(4) as pool:
         said = pool.run(_alone, staged=staged, time_limit=100)
     place = f"rank 3 ({'pipeline stage 1, ' if staged else ''}sequence-parallel rank 1)"
     assert all("division by zero" in text for text in said), said

@@ -94,8 +94,3 @@ def test_two_ranks_of_a_scheduler(tmp_path: Path, warm: Warm, scheduler) -> None
 def test_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     _expect(_run(tmp_path, [torchrun], [{}]), 2)
-
-
-@pytest.mark.exhaustive  # test_example.py trains so
-def test_plain_python(tmp_path: Path) -> None:
-    _expect(_run(tmp_path, [[sys.executable]], [{}]), 1)

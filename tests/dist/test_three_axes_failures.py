@@ -23,7 +23,7 @@ from deepspeed.tools.verify.reference import train_reference
 from deepspeed.zero.sync import failures
 from tests.dist.test_three_axes import OneHead
 from tests.harness.decoders import Llama, batch, loss_of
-from tests.harness.pool import RankFailure, RankPool
+from tests.harness.pool import PatientPool, RankFailure, RankPool
 from tests.harness.training import ADAMW, outcome
 
 pytestmark = pytest.mark.timeout(240)
@@ -160,7 +160,7 @@ def test_a_rank_that_dies_in_mid_schedule_ends_the_batch_on_all(
     monkeypatch: pytest.MonkeyPatch, *, ranks: int, on: int, place: int, backward: bool
 ) -> None:
     monkeypatch.setattr(processes, "GRACE_SECONDS", LIMIT / 2)
-    with RankPool(ranks) as pool, pytest.raises(RankFailure) as caught:
+    with PatientPool(ranks) as pool, pytest.raises(RankFailure) as caught:
         pool.run(odd_layer, "dies", (on,), 1, place, backward=backward, time_limit=LIMIT)
     text = str(caught.value)
     assert caught.value.types == {rank: "died" if rank == on else "RuntimeError" for rank in range(ranks)}, text
@@ -215,7 +215,7 @@ def test_a_rank_that_fails_alone_frees_those_that_share_its_layers_without_a_pip
     request: pytest.FixtureRequest, ranks: int, on: int, zero: int, at: str
 ) -> None:
     # Two ranks share their layers over the group of the world, which is closed.
-    with RankPool(2) if ranks == 2 else contextlib.nullcontext(request.getfixturevalue("pool4")) as pool:
+    with PatientPool(2) if ranks == 2 else contextlib.nullcontext(request.getfixturevalue("pool4")) as pool:
         results = pool.run(fails_in_a_model, (on,), zero, at, time_limit=LIMIT)
     for rank, (text, after) in enumerate(results):
         assert "ValueError" in text and "no good" in text, text

@@ -35,6 +35,7 @@ from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import UnitState
 from deepspeed.zero.update.publish import Publication
 from deepspeed.zero.update.speculative import EarlyUpdate
+from tests.harness.aio import in_a_child
 from tests.harness.offload import (
     CASES,
     CPU,
@@ -328,14 +329,12 @@ def ended() -> list[Any]:
         engine = started(2, ON_HOST)
         with gated() as gate:
             train_step(engine, case, 0)
-        child = os.fork()
-        if not child:  # it has no thread
-            try:
+
+        def use() -> None:  # in a child, which has no thread
+            with pytest.raises(UsageError, match="forked"):
                 engine.module.inp.weight.sum()
-                os._exit(1)
-            except UsageError as error:
-                os._exit(0 if "forked" in str(error) else 2)
-        found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+        found.append(in_a_child(use))
         gate.set()
         engine.destroy()
         del engine

@@ -91,13 +91,6 @@ def build_nothing() -> int:
 HERE = "tests.dist.test_verify_cli"
 
 
-@pytest.mark.exhaustive  # a user's model takes the same way below; what is built in is trained in test_parity_matrix.py
-def test_built_in_model_passes_at_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["grads"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.count(" ok") == 4 and "4 cells on 2 ranks" in shown
-
-
 def test_users_model_and_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "ds.json"
     given = {

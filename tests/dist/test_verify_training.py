@@ -42,7 +42,7 @@ def test_splits_of_the_gate_equal_the_whole_batch(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("command", ["loop", "gas", "optim", "lr", "teardown"])
+@pytest.mark.parametrize("command", ["grads", "loop", "gas", "optim", "lr", "teardown"])
 def test_the_gates_pass(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command]) == 0
     assert "FAIL" not in capsys.readouterr().out

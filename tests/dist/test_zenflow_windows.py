@@ -20,6 +20,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from deepspeed.zero.update.selective import columns, policy as zenflow
 from tests.dist.test_offload_zenflow import STEPS, errors_against, rule_of, stated, zenflow_engine
 from tests.dist.test_update_behind import behind
+from tests.harness.faults import raise_planted
 from tests.harness.offload import CASES, CPU, PRECISION, at_the_end, check, differences, plain_steps
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, outcome, start, train_step
@@ -297,15 +298,11 @@ def test_a_rank_with_nothing_chosen_saves_and_others_go_on(
 
 
 # -- what fails ------------------------------------------------------------------------------------------------------
-def _raise(*_: Any, **__: Any) -> None:
-    raise ArithmeticError("planted")
-
-
 @contextlib.contextmanager
 def planted(engine: Any, part: str, *, rank: int = 1) -> Iterator[None]:
     """Inside, that part of a step fails on one rank."""
     if engine.global_rank == rank:
-        with mock.patch.object(zenflow.SelectiveUpdate, part, _raise):
+        with mock.patch.object(zenflow.SelectiveUpdate, part, raise_planted):
             yield
     else:
         yield

@@ -34,6 +34,7 @@ from tests.fuzz import models
 from tests.fuzz.draw import Case, Event, Micro, Window, at_stage
 from tests.fuzz.plain import DTYPES, Plain, config_of, grouped, optimizer_of, step_schedule, tokens_of
 from tests.harness import pipes
+from tests.harness.faults import raise_planted
 from tests.harness.lockstep import not_at_rest
 
 # In fp32 only the order of additions differs, as in the parity matrix. In 16 bits forwards and backwards are the same,
@@ -440,7 +441,7 @@ class Run:
 
     def on_fail_forward(self, pick: int) -> None:
         *_, module = (m for m in self.engine.module.modules() if not [*m.children()])
-        with failing(module.register_forward_pre_hook(_fail)):
+        with failing(module.register_forward_pre_hook(raise_planted)):
             self.forward(MicroBatch(self.step, 50, self.rank, self.world))
 
     def on_fail_backward(self, pick: int) -> str:
@@ -449,7 +450,7 @@ class Run:
         if self.case.tokens:
             self.engine.set_batch_tokens(tokens_of(place))
         assert loss.grad_fn is not None
-        with failing(loss.grad_fn.next_functions[0][0].register_prehook(_fail)):
+        with failing(loss.grad_fn.next_functions[0][0].register_prehook(raise_planted)):
             self.engine.backward(loss)
         with torch.no_grad():
             self.plain.losses(place)  # what a forward writes into weights stays, whatever becomes of its backward
@@ -512,10 +513,6 @@ class Run:
             for name, param in model.named_parameters():
                 self.same(param, self.plain.params[name], f"after destroy: {name}")
         return sums
-
-
-def _fail(*_: object) -> None:
-    raise ZeroDivisionError("planted")
 
 
 @contextlib.contextmanager

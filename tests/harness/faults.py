@@ -45,6 +45,11 @@ def no_room(count: int) -> Iterator[None]:
         yield
 
 
+def raise_planted(*_: object, **__: object) -> None:
+    """Raise, as a hook or in place of a function."""
+    raise ZeroDivisionError("planted")
+
+
 class InjectedFault(RuntimeError):
     """The error that :meth:`Faults.raise_in` raises; no library code raises it."""
 

@@ -333,6 +333,17 @@ _STEPS = (
         "a gradient that a hook keeps is not the memory of later batches",
     ),
     Mutant(
+        "G7",
+        "deepspeed/zero/gradients.py",
+        "while len(self._flying) >= self._in_flight:",
+        "while len(self._flying) > self._in_flight:",
+        (
+            "tests/dist/test_gathers_and_memory.py::"
+            "test_at_most_two_partial_sums_are_in_flight_and_one_without_overlap",
+        ),
+        "at most two partial sums are in flight",
+    ),
+    Mutant(
         "S1",
         "deepspeed/zero/unit.py",
         "copies *= axis.size if",

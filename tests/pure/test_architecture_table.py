@@ -1,13 +1,22 @@
-"""docs/architecture.md shows the rows that ``make_plan`` really makes."""
+"""What docs/architecture.md shows is there: the rows that ``make_plan`` makes, moves of states, nouns and proofs."""
 
+import contextlib
+import re
+from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from deepspeed.config import load_config
+from deepspeed.errors import InvalidStateError
 from deepspeed.zero.plan import StatePlan, make_plan
+from deepspeed.zero.unit import Unit, UnitState
+from deepspeed.zero.window import GradientWindow, GradState
 
-TEXT = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "architecture.md").read_text()
 RANKS = 4
 ROWS = {
     "stage 0": ({"stage": 0}, False),
@@ -41,3 +50,37 @@ def test_the_documented_row_is_the_planned_row(label: str) -> None:
     assert row.grad is not None and row.optim is not None
     assert [_spread(row.param), _spread(row.grad), _spread(row.optim)] == cells[1:4]
     assert row.reduce_each_backward == cells[4].startswith("yes")
+
+
+def _cells(section: str) -> list[list[str]]:
+    """The rows below the first one of the table of a section."""
+    lines = TEXT.split(f"\n## {section}\n")[1].split("\n## ")[0].splitlines()
+    return [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][1:]
+
+
+def test_every_noun_is_defined_where_the_page_says() -> None:
+    for names, places, _ in _cells("2. The nouns"):
+        paths = [ROOT / "deepspeed" / place for place in re.findall(r"`([\w/.]+)`", places)]
+        source = "\n".join(f.read_text() for p in paths for f in (p.rglob("*.py") if p.is_dir() else [p]))
+        missing = [n for n in re.findall(r"`(\w+)`", names) if not re.search(rf"^(class|def) {n}\b", source, re.M)]
+        assert paths and not missing, (names, missing)
+
+
+def test_every_invariant_has_its_test_files() -> None:
+    for number, _, proof in _cells("4. Invariants"):
+        files = re.findall(r"`(test_\w+\.py)`", proof)
+        assert files and all((ROOT / "tests" / "dist" / file).is_file() for file in files), number
+
+
+@pytest.mark.parametrize(("states", "move"), [(UnitState, Unit._move), (GradState, GradientWindow.move)])
+def test_states_move_as_the_page_says_and_not_otherwise(states: Any, move: Any) -> None:
+    table = re.search(rf"^    {states.__name__} .*(\n {{16}}.*)*", TEXT, re.M)
+    assert table is not None
+    moves = {pair for chain in re.findall(r"\w+(?: -> \w+)+", table[0]) for pair in pairwise(chain.split(" -> "))}
+    for before, after in product(states, states):
+        legal = {(before.name, after.name), ("any", after.name)} & moves or (states is GradState and before is after)
+        thing: Any = SimpleNamespace(name="layer", _unit="layer", state=before)
+        refused = pytest.raises(InvalidStateError, match=f"unit layer: .* from {before.value} to {after.value}")
+        with contextlib.nullcontext() if legal else refused:
+            move(thing, after)
+        assert thing.state is (after if legal else before)

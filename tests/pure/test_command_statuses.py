@@ -119,6 +119,8 @@ WRONG: dict[str, str] = {
     "ds_verify grads --model nothing.of:that": "nothing",
     "ds_verify grads --config {}/none.json": "none.json",
     "ds_verify offload --folder {}/none": "no folder",
+    "ds_verify offload --model no_such_module:build": "no_such_module",
+    "ds_verify offload --config {}/none.json": "none.json",
     "ds_verify grads --model no_such_module:build": "cannot import 'no_such_module'",
     "ds_verify grads --model just_text": "module:function",
     "ds_verify 3d --ranks 6": "--ranks 6 cannot be cut into 2 pipeline stages x 2 tensor-parallel ranks",
@@ -213,7 +215,7 @@ HELP = [
 LOOKS = (
     *("ds_bench access --params", "ds_bench ckpt", "ds_bench io", "ds_bench load", "ds_io --folder"),
     *("ds_verify grads --model", "ds_verify grads --config", "ds_verify data --at", "ds_verify data --samples"),
-    *("ds_verify resume --at 20", "ds_verify 3d --"),
+    *("ds_verify resume --at 20", "ds_verify 3d --", "ds_verify offload --model", "ds_verify offload --config"),
 )
 LINES = [*HELP, *(line for line in WRONG if not line.startswith(LOOKS))]
 

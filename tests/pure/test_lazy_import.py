@@ -40,6 +40,9 @@ def test_no_torch_comes_with_what_answers_quickly_and_the_version_stays_text() -
 PATHS = """
 comm.get_rank ops.adam.FusedAdam runtime.utils.see_memory_usage moe pipe.PipelineModule
 checkpointing.configure checkpoint.utils.clone_tensors_for_torch_save launcher
+zero.GatheredParameters zero.register_external_parameter utils.logging.logger utils.groups checkpointing.checkpoint
+runtime.lr_schedules.VALID_LR_SCHEDULES runtime.engine.DeepSpeedEngine accelerator.get_accelerator
+module_inject.layers.GatherReplacedLayerParams
 """
 # An optimizer brings no compiler.
 OPTIMIZERS = """
