@@ -337,10 +337,7 @@ _STEPS = (
         "deepspeed/zero/gradients.py",
         "while len(self._flying) >= self._in_flight:",
         "while len(self._flying) > self._in_flight:",
-        (
-            "tests/dist/test_gathers_and_memory.py::"
-            "test_at_most_two_partial_sums_are_in_flight_and_one_without_overlap",
-        ),
+        ("tests/dist/test_gathers_and_memory.py::test_at_most_two_partial_sums_are_in_flight_and_one_without_overlap",),
         "at most two partial sums are in flight",
     ),
     Mutant(
