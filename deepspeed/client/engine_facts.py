@@ -215,3 +215,9 @@ class EngineFacts:
     def eval_batch(self, data_iter: Any, *_: Any, **__: Any) -> Any:
         """Raise NotYetError; engines of a PipelineModule override it, see deepspeed.pipe."""
         raise_not_yet("engine.eval_batch of a model that is no PipelineModule")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "an engine cannot be pickled or copied: engine.save_checkpoint() keeps all of it, "
+            "engine.save_16bit_model() its weights, and torch.save(engine.module) its module where parameters are whole"
+        )

@@ -486,12 +486,6 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         if self.runtime.in_backward and not inside_backward():
             self._recover(UsageError("an earlier loss.backward() has raised"))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError(
-            "an engine cannot be pickled or copied: engine.save_checkpoint() keeps all of it, "
-            "engine.save_16bit_model() its weights, and torch.save(engine.module) its module where parameters are whole"
-        )
-
     def _end_update(self) -> Exception | None:
         """Wait for an update under way where all states are given up, bring back what is away; return its failure."""
         self.reload_states()
