@@ -111,7 +111,7 @@ def load_state_dict_from_zero_checkpoint(
         if name not in state or not hasattr(param, "ds_id"):
             continue
         if param not in plain:
-            values = torch.empty(param.shape, dtype=param.dtype)
+            values = torch.empty(param.shape, dtype=param.dtype, device="cpu")
             plain[param] = torch.nn.Parameter(values, requires_grad=param.requires_grad)
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, plain[param])

@@ -1,5 +1,6 @@
 """Parts of tensors in files: what is read of one is what slicing the whole gives; pages that were written to count."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from deepspeed.client.zero.init import zero_wrapper_for_fp_tensor_constructor
 from deepspeed.errors import UsageError
 from deepspeed.zero.layout import Box, Place
 from deepspeed.zero.module import mapped
@@ -52,6 +54,19 @@ def test_a_file_that_ends_early_is_named(file: Path) -> None:
     part = FilePart(str(file), (), 4000 * 4, torch.int32, (200,))
     with pytest.raises(UsageError, match="values ends early"):
         part.read(torch.empty(200), 0)
+
+
+@pytest.mark.parametrize("by", ["zero.Init", "the default device"])
+def test_values_are_read_in_host_memory_whatever_the_device_of_new_tensors(
+    file: Path, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = torch.empty(8)
+    if by == "zero.Init":
+        away = zero_wrapper_for_fp_tensor_constructor(torch.empty, None, target_device=torch.device("meta"))
+        monkeypatch.setattr(torch, "empty", away)
+    with torch.device("meta") if by == "the default device" else contextlib.nullcontext():
+        FilePart(str(file), (), 4 * 4, torch.int32, (8,)).read(out, 0)
+    assert out.tolist() == [*range(4, 12)]
 
 
 def test_a_mapping_is_found_until_somebody_writes_to_it(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class FilePart:
 
     def _read(self, file: int, window: list[tuple[int, int, int]], out: torch.Tensor, shift: int) -> None:
         begin, (last, _, count) = window[0][0], window[-1]
-        values = torch.empty(last + count - begin, dtype=self.dtype)
+        values = torch.empty(last + count - begin, dtype=self.dtype, device="cpu")
         room, done = values.view(torch.uint8).numpy().data, 0
         while done < len(room):
             got = os.preadv(file, [room[done:]], self.at + begin * self.dtype.itemsize + done)
