@@ -32,8 +32,13 @@ inline int choose_isa() {
 }
 
 #if defined(__x86_64__)
+#if defined(__clang__)  // takes all 512 bits unasked, and would ignore an attribute with a word that it does not know
+#define DS_WIDE ""
+#else
+#define DS_WIDE ",prefer-vector-width=512"
+#endif
 #define DS_TARGET_AVX2 __attribute__((target("avx2,fma")))
-#define DS_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")))
+#define DS_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma" DS_WIDE)))
 #else
 #define DS_TARGET_AVX2
 #define DS_TARGET_AVX512

@@ -5,6 +5,8 @@ vectors.
 import hashlib
 import itertools
 import os
+import platform
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -267,6 +269,18 @@ def digest() -> str:
 
 def test_every_vector_width_gives_the_same_bits(warm: Warm) -> None:
     assert run(warm, DIGEST).stdout.split() == [digest()] * 3
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 processor")
+@pytest.mark.parametrize("name", ["g++", "clang++"])
+def test_the_widest_loops_are_compiled_to_the_widest_registers(name: str, tmp_path: Path) -> None:
+    """A compiler that does not know a word of the attribute may ignore all of it."""
+    if shutil.which(name) is None:
+        pytest.skip(f"no {name}")
+    (source,), out = CPU_LION.files(), tmp_path / "lion.s"
+    flags = ["-std=c++17", "-O3", *CPU_LION.flags, "-I", str(CPU_LION.folder()), "-S"]
+    subprocess.run([name, *flags, str(source), "-o", str(out)], check=True, timeout=100)
+    assert "%zmm" in out.read_text()
 
 
 # --- what does not fit ---
