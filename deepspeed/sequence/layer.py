@@ -81,7 +81,8 @@ class DistributedAttention(nn.Module):
 
         ``rotary_pos_emb``: cosine and sine of all positions, which broadcast over q [.., tokens, heads, width]; q and k
         are rotated by halves after the exchange. Collective, in the backward too. Raises SequenceError on every rank
-        where their shapes differ; on a device they are compared at the first call and when this rank's change.
+        where their shapes differ. On a device they are compared at the first call and when this rank's change: where
+        only some ranks' change, all wait for each other until the group's timeout or ``hang_timeout`` ends it.
         """
         group = heard(plain_mesh("", group=self.spg).job, "sequence_process_group")
         shapes = [part.shape for part in (query, key, value)]
