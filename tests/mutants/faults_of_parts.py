@@ -199,6 +199,14 @@ SEQUENCES = (
         "a query may see nothing of the first blocks, and of later ones",
     ),
     Mutant(
+        "SQ16",
+        "deepspeed/sequence/ring.py",
+        "sizes = (None, None, q",
+        "sizes = (none, none, q",
+        (f"{_RING}[the kernel of devices-2]",),
+        "the kernel of a device takes a block for packed sequences",
+    ),
+    Mutant(
         "SQ13",
         "deepspeed/sequence/layout.py",
         "behind = length // 2 if from_ends else 0",
