@@ -330,7 +330,7 @@ def one_rank_fails_in_the_update(folder: str) -> list[str]:
     fails = {"side_effect": OSError(5, "the drive is gone")} if dist.get_rank() == 1 else {}
     (states,), update = engine._parts.tiers.drives, engine.runtime.update
     with patch.object(states, "write", **fails) if fails else contextlib.nullcontext():
-        said = [outcome(lambda step=step: (train_step(engine, case, step), update.wait())) for step in (1, 2)]
+        said = [outcome(lambda step=step: (train_step(engine, case, step), update.wait_together())) for step in (1, 2)]
     outcome(engine.destroy)
     return said
 
