@@ -6,6 +6,7 @@ removed or cleaned up under a running job does no harm.
 
 import contextlib
 import errno
+import os
 import tempfile
 import threading
 import weakref
@@ -120,7 +121,7 @@ def _end(engine: AioEngine, file: DirectFile) -> None:
 
 def _open_arena(folder: str, label: str) -> DirectFile:
     path = Path(folder)
-    if path.is_file():
+    if os.path.isfile(folder):  # False also below a folder that may not be entered
         raise UsageError(f"{label} {folder!r} is a file; name a folder on the drive")
     if folder.startswith("~"):
         raise UsageError(f"{label} {folder!r}: '~' is not replaced here; write the whole path")
