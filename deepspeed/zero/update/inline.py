@@ -35,8 +35,9 @@ class InlineUpdate(UpdatePolicy):
         rows = [unit.plan.optim for unit in host.units if unit.plan.optim is not None]
         offloaded = host.device.type == "cpu" or any(row.away for row in rows)
         self._leads = not offloaded and getattr(type(optimizer), "heeds_skip", False)
-        divided = any(u.layout.shards > 1 and u.layout.granularity is Granularity.PARAMETER for u in host.units)
-        self._compares = divided and not (isinstance(optimizer, GroupStep) or host.mesh.zero.alike)
+        self._compares = not (isinstance(optimizer, GroupStep) or host.mesh.zero.alike) and any(
+            u.layout.shards > 1 and u.layout.granularity is Granularity.PARAMETER for u in host.units
+        )
 
     def launches_ahead(self) -> bool:
         """Tell whether updates run on the device and heed ``skip``; rank-local views and hooks do not count."""
