@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.checkpoint.load.reader import open_checkpoint
+from deepspeed.client.comm.groups import register_topology
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.moe.exchange import plan_routes, through_experts
@@ -392,7 +393,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(pool2: Any) -> None:
 
 
 def _groups_of_layer() -> tuple[Any, ...]:
-    groups.register_topology(None)  # an engine of another test that cut these ranks may still be there
+    register_topology(None)  # an engine of another test that cut these ranks may still be there
     layer = deepspeed.moe.layer.MoE(HIDDEN, Expert(), 4, 2, k=1)
     layer.set_deepspeed_parallelism()
     name = layer.expert_group_name

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
+from deepspeed.client.comm.groups import register_topology
 from deepspeed.comm.mesh.groups import plain_mesh
 from deepspeed.errors import UsageError
 from deepspeed.moe.exchange import through_experts
@@ -244,7 +245,7 @@ def test_a_recomputation_counts_once_and_nothing_is_counted_unasked(pool2: RankP
 def order_of_events() -> list[str]:
     """What begins, ends and is computed in one layer with a dense branch, forward and backward."""
     torch.manual_seed(1)
-    groups.register_topology(None)  # an engine of another test that cut these ranks may still be there
+    register_topology(None)  # an engine of another test that cut these ranks may still be there
     layer = MoE(HIDDEN, Expert(), 4, 2, k=2, use_residual=True, **{k: v for k, v in DROPLESS.items() if k != "k"})
     layer.set_deepspeed_parallelism()
     seen: list[str] = []
